@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from residuum.v1 import capture_pb2
-from residuum.wire.encodings import RAW
 from residuum.wire.limits import DEFAULT_PROJECTION, DEFAULT_TOPK
+from residuum.wire.rows.encodings import RAW
 
 if TYPE_CHECKING:
     from residuum.v1 import tensor_pb2

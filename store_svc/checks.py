@@ -9,7 +9,6 @@ from google.protobuf.message import Message
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, selection_pb2, store_pb2
 from residuum.wire.dtypes import numpy_dtype
-from residuum.wire.encodings import EncodingError, RowFormat, site_width
 from residuum.wire.ids import is_valid_id
 from residuum.wire.labels import Condition, LabelError, check_labels, parse_where
 from residuum.wire.limits import (
@@ -29,7 +28,8 @@ from residuum.wire.limits import (
     MAX_STEERING_CHANGES_BYTES,
     max_capture_tokens,
 )
-from residuum.wire.probes import num_outputs
+from residuum.wire.probes.arithmetic import num_outputs
+from residuum.wire.rows.encodings import EncodingError, RowFormat, site_width
 from residuum.wire.selection import check_positions, layers_at, layers_by_site, resolve_layers
 from residuum.wire.tokens import is_valid_tenant
 from store_svc.captures.lifecycle import ABORTED, COMPLETE, INCOMPLETE

@@ -6,7 +6,7 @@ import numpy as np
 
 from residuum.v1 import capture_pb2, sae_pb2, tensor_pb2
 from residuum.wire.dtypes import numpy_dtype
-from residuum.wire.encodings import (
+from residuum.wire.rows.encodings import (
     BF16,
     BY_DIMENSION,
     FP16,

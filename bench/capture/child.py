@@ -31,7 +31,7 @@ from inference_svc.settings import InferenceSettings
 from inference_svc.tap_settings import SITES
 from inference_svc.taps.plan import Capture, Kind, Operation, RequestPlan, RowEncoding
 from residuum.v1 import selection_pb2
-from residuum.wire.encodings import ENCODINGS
+from residuum.wire.rows.encodings import ENCODINGS
 
 EVERYWHERE = selection_pb2.PositionSelection()
 _MIB = 1 << 20

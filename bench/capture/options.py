@@ -10,7 +10,7 @@ from bench.capture.workload import Runner, Sink, Vectors, Workload
 from bench.options import add_engine_args, add_model, model_of, positive
 from residuum import ResiduumError
 from residuum.values.selections.points import site_list, site_numbers
-from residuum.wire.encodings import ENCODINGS
+from residuum.wire.rows.encodings import ENCODINGS
 
 
 def add_workload_arguments(parser: argparse.ArgumentParser) -> None:

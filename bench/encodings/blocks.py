@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from bench.encodings.forms import CASES, SEED
 from residuum.v1 import tensor_pb2
-from residuum.wire.encodings import PROJECT
+from residuum.wire.rows.encodings import PROJECT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bench.encodings.forms import Case
-    from residuum.wire.encodings import RowFormat
+    from residuum.wire.rows.encodings import RowFormat
 
 _WARMUPS, _REPEATS = 3, 15
 _GENERATED, _PROMPT = 32, 512

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from residuum.v1 import capture_pb2, tensor_pb2
-from residuum.wire.encodings import (
+from residuum.wire.rows.encodings import (
     BF16,
     BY_DIMENSION,
     FP16,

@@ -19,8 +19,8 @@ from bench.encodings.forms import CASES, SEED, Case
 from bench.machine import ROOT
 from bench.output import markdown_table
 from residuum.v1 import capture_pb2, tensor_pb2
-from residuum.wire.encodings import PROJECT, RowFormat, basis_of
-from residuum.wire.projection import projection_matrix
+from residuum.wire.rows.encodings import PROJECT, RowFormat, basis_of
+from residuum.wire.rows.projection import projection_matrix
 
 Rows = npt.NDArray[Any]
 

@@ -18,7 +18,7 @@ from bench.store.peers import ACK, LENGTH, receive, send
 from inference_svc.shipping.framing import cut, payload_bytes
 from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire.dtypes import numpy_dtype
-from residuum.wire.frames import checksum
+from residuum.wire.rows.frames import checksum
 
 _FLIGHT_BATCH_BYTES = 1 << 20
 

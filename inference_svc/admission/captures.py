@@ -8,7 +8,14 @@ from inference_svc.admission.fields import check_selection, invalid, layer_list,
 from inference_svc.taps.encodings.projections import is_computed
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, selection_pb2
-from residuum.wire.encodings import (
+from residuum.wire.labels import LabelError, check_labels
+from residuum.wire.limits import (
+    BLOCK_TOKENS,
+    DIGEST_BYTES,
+    MAX_KEPT_FEATURES,
+    MAX_PROJECTION_VECTORS,
+)
+from residuum.wire.rows.encodings import (
     BY_DIMENSION,
     BY_ROW,
     ENCODING_NAMES,
@@ -22,13 +29,6 @@ from residuum.wire.encodings import (
     EncodingError,
     RowFormat,
     kept_features,
-)
-from residuum.wire.labels import LabelError, check_labels
-from residuum.wire.limits import (
-    BLOCK_TOKENS,
-    DIGEST_BYTES,
-    MAX_KEPT_FEATURES,
-    MAX_PROJECTION_VECTORS,
 )
 from residuum.wire.selection import is_reduced
 

@@ -15,7 +15,7 @@ from inference_svc.taps.steps.demand import point_name
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, probe_pb2, selection_pb2
 from residuum.wire.limits import DIGEST_BYTES, MAX_PROBE_OUTPUTS, MAX_PROBES_BYTES
-from residuum.wire.probes import (
+from residuum.wire.probes.arithmetic import (
     is_valid_probe_name,
     num_outputs,
     problem_of_attention,
@@ -23,7 +23,7 @@ from residuum.wire.probes import (
     problem_of_names,
     problem_of_places,
 )
-from residuum.wire.smoothing import problem_of
+from residuum.wire.probes.smoothing import problem_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

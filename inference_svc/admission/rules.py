@@ -10,8 +10,8 @@ from inference_svc.admission.steering import demand_of_steering, digests_of, res
 from inference_svc.taps.steps.demand import MAX_ENTRIES, MAX_PROGRAMS
 from residuum.v1 import rule_pb2, steering_pb2
 from residuum.wire.limits import MAX_OPERATIONS, MAX_RULES, MAX_STEERING_CHANGES, MAX_STEERING_CHANGES_BYTES
-from residuum.wire.probes import is_valid_probe_name
-from residuum.wire.rules import NEVER, problem_of
+from residuum.wire.probes.arithmetic import is_valid_probe_name
+from residuum.wire.probes.rules import NEVER, problem_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -35,10 +35,10 @@ from residuum.rpc.errors import Failure
 from residuum.v1 import capture_pb2, probe_pb2, rule_pb2, tensor_pb2
 from residuum.wire.digests import vector_message
 from residuum.wire.limits import MAX_OPERATOR_RULES, MAX_PROBE_OUTPUTS
-from residuum.wire.probe_files import ProbeFile, parse
-from residuum.wire.probes import is_valid_probe_name
-from residuum.wire.rules import problem_of
-from residuum.wire.smoothing import from_text
+from residuum.wire.probes.arithmetic import is_valid_probe_name
+from residuum.wire.probes.files import ProbeFile, parse
+from residuum.wire.probes.rules import problem_of
+from residuum.wire.probes.smoothing import from_text
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -8,8 +8,8 @@ from collections import deque
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from residuum.rpc import tracing
-from residuum.wire.frames import length_prefix
 from residuum.wire.limits import MAX_CAPTURES_PER_OPEN, MAX_MESSAGE_BYTES
+from residuum.wire.rows.frames import length_prefix
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable

@@ -15,7 +15,7 @@ from inference_svc.captures.store_link import CallError, NoAnswerError
 from residuum.rpc.errors import Failure
 from residuum.rpc.methods import OPEN_CAPTURE, OPEN_CAPTURES, QUEUED
 from residuum.v1 import capture_pb2, store_pb2
-from residuum.wire.frames import length_prefix
+from residuum.wire.rows.frames import length_prefix
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -32,7 +32,7 @@ from inference_svc.requests.tokenizer_thread import TokenizerThread
 from inference_svc.resources.score_board import ScoreBoard, ScoreMemory
 from inference_svc.taps.vllm.worker import REFUSAL_FILE
 from residuum.rpc.errors import Failure
-from residuum.wire.encodings import SAE
+from residuum.wire.rows.encodings import SAE
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping, Sequence

@@ -10,7 +10,7 @@ from inference_svc.engine.worker_settings import site_numbers
 from inference_svc.model_facts import CaptureDefaults, ModelFacts
 from inference_svc.taps.element_types import WIRE_TYPES
 from inference_svc.taps.reductions import REDUCTIONS
-from residuum.wire.encodings import ENCODINGS, SAE
+from residuum.wire.rows.encodings import ENCODINGS, SAE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from inference_svc.taps.encodings.projections import KEPT_BYTES, Projection, is_computed
 from residuum.rpc.errors import Failure, Reason
-from residuum.wire.encodings import RANDOM_PROJECTIONS
+from residuum.wire.rows.encodings import RANDOM_PROJECTIONS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from residuum.v1 import inference_pb2, rule_pb2
-from residuum.wire.rules import FINISH_REASON
+from residuum.wire.probes.rules import FINISH_REASON
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence

@@ -14,7 +14,7 @@ from inference_svc.requests.token_texts import texts_of
 from inference_svc.session.mailbox import Mailbox
 from inference_svc.session.messages import messages
 from residuum.v1 import inference_pb2
-from residuum.wire.rules import FINISH_REASON
+from residuum.wire.probes.rules import FINISH_REASON
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence

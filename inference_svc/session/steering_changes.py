@@ -41,7 +41,7 @@ from inference_svc.taps.steps.demand import MAX_ENTRIES
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import steering_pb2
 from residuum.wire.limits import MAX_STEERING_CHANGES, MAX_STEERING_CHANGES_BYTES
-from residuum.wire.rules import NEVER
+from residuum.wire.probes.rules import NEVER
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from residuum.v1 import capture_pb2
-from residuum.wire import frames
-from residuum.wire.encodings import RowFormat
 from residuum.wire.limits import MAX_CHUNK_BYTES, MAX_CHUNK_POSITIONS, TARGET_CHUNK_BYTES
+from residuum.wire.rows import frames
+from residuum.wire.rows.encodings import RowFormat
 
 _HEADER_ROOM = 64 << 10
 """Bytes reserved for a chunk's header: 4096 positions of up to five bytes, hundreds of layers, and smaller fields."""

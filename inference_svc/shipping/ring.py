@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from residuum.wire.shared_memory import SEAL_FUTURE_WRITE
+from residuum.wire.rows.shared_memory import SEAL_FUTURE_WRITE
 
 EXTENT_ALIGNMENT: Final = 256
 """Bytes. Every extent begins at a multiple of this. Any element type is then aligned, two extents share no cache line,

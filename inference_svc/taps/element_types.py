@@ -9,7 +9,7 @@ import torch
 from residuum.v1 import capture_pb2, tensor_pb2
 
 if TYPE_CHECKING:
-    from residuum.wire.encodings import RowFormat
+    from residuum.wire.rows.encodings import RowFormat
 
 WIRE_TYPES = {
     torch.float32: tensor_pb2.DATA_TYPE_FLOAT32,

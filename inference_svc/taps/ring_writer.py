@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from inference_svc.shipping.worker.producer import RingProducer
     from inference_svc.taps.plan import Capture
     from residuum.v1 import tensor_pb2
-    from residuum.wire.encodings import RowFormat
+    from residuum.wire.rows.encodings import RowFormat
 
 _log = get_logger(__name__)
 

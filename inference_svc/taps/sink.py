@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from inference_svc.taps.encodings.bases import Basis
     from inference_svc.taps.encodings.sae_cache import SAECache
     from inference_svc.taps.plan import Capture, RequestPlan
-    from residuum.wire.encodings import RowFormat as EncodedFormat
+    from residuum.wire.rows.encodings import RowFormat as EncodedFormat
 
 _CPU_SIGN_DTYPE = torch.float32
 """Products of 16-bit matrices are slow on a CPU."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from inference_svc.engine.streams import Delta
 from inference_svc.session.scores.kept import kept_scores_of
-from residuum.wire.rules import FINISH_REASON
+from residuum.wire.probes.rules import FINISH_REASON
 from svc_common.logs import bind_request
 
 if TYPE_CHECKING:

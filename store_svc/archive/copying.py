@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager
 import numpy as np
 
 from residuum.v1 import archive_pb2, capture_pb2, store_pb2
-from residuum.wire.archive import capture_path, chunks_path, pack_bytes
-from residuum.wire.frames import FrameError, checksum
 from residuum.wire.limits import MAX_PLACED_CHUNK_BYTES
+from residuum.wire.rows.archive import capture_path, chunks_path, pack_bytes
+from residuum.wire.rows.frames import FrameError, checksum
 from store_svc.archive.records import Place
 from store_svc.captures.labels import read_labels
 from store_svc.database.db import Table, Txn

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from residuum.rpc.errors import Failure, Reason
 from residuum.rpc.objects import ArchiveError, MissingObjectError, Objects
-from residuum.wire.archive import chunks_path
-from residuum.wire.frames import checksum
+from residuum.wire.rows.archive import chunks_path
+from residuum.wire.rows.frames import checksum
 from store_svc.archive.records import Place
 from store_svc.archive.workers import Workers
 from svc_common.logs import get_logger

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 
 from residuum.rpc.objects import ArchiveError
-from residuum.wire.archive import capture_path, chunks_folder, is_capture_key, number_of
+from residuum.wire.rows.archive import capture_path, chunks_folder, is_capture_key, number_of
 from store_svc.archive import records
 from store_svc.archive.access import ArchiveAccess
 from store_svc.archive.copier import Copier

@@ -6,7 +6,7 @@ import secrets
 
 from residuum.rpc.objects import ArchiveRefusedError, MissingObjectError, Objects
 from residuum.v1 import archive_pb2
-from residuum.wire.archive import CAPTURES, OWNER, PROBE, LayoutError, pack, unpack_owner
+from residuum.wire.rows.archive import CAPTURES, OWNER, PROBE, LayoutError, pack, unpack_owner
 
 
 def read_owner(objects: Objects) -> bytes | None:

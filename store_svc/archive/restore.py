@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 
 from residuum.rpc.objects import ArchiveError, ArchiveRefusedError, MissingObjectError, Objects
 from residuum.v1 import archive_pb2, capture_pb2
-from residuum.wire.archive import (
+from residuum.wire.rows.archive import (
     CAPTURES,
     CHUNKS,
     LayoutError,

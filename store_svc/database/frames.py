@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from residuum.wire.frames import ChunkView, checksum, parse_chunk, parse_stored, payload_prefix, split_chunk
+from residuum.wire.rows.frames import ChunkView, checksum, parse_chunk, parse_stored, payload_prefix, split_chunk
 
 
 class PayloadChangedError(Exception):

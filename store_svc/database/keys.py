@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import struct
 
-from residuum.wire.frame_keys import FRAME_KEY_BYTES
+from residuum.wire.rows.frame_keys import FRAME_KEY_BYTES
 
 _NUMBER = struct.Struct(">Q")
 _LOSS = struct.Struct(">QI")

@@ -27,7 +27,7 @@ from functools import partial
 from operator import itemgetter
 from typing import Any
 
-from residuum.wire.frame_keys import unpack_frame
+from residuum.wire.rows.frame_keys import unpack_frame
 from store_svc.database.frames import PlacedFrame
 from store_svc.database.keys import pack_number
 from store_svc.database.lmdb_file import LmdbFile, StoreFullError, Table, items, next_key

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from residuum.wire.frame_keys import unpack_frame
-from residuum.wire.frames import FrameError
+from residuum.wire.rows.frame_keys import unpack_frame
+from residuum.wire.rows.frames import FrameError
 from store_svc.archive import records
 from store_svc.archive.fetching import Away, Fetcher
 from store_svc.captures.capture_names import unknown_capture

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, store_pb2
-from residuum.wire.frame_keys import unpack_frame
+from residuum.wire.rows.frame_keys import unpack_frame
 from store_svc.captures.capture_names import unknown_capture
 from store_svc.captures.catalog import Catalog, Feed
 from store_svc.captures.lifecycle import Capture

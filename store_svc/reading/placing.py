@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from residuum.v1 import capture_pb2
-from residuum.wire.frames import checksum, chunk_head, placed_response
-from residuum.wire.shared_memory import MIN_PLACED_BYTES, Place
+from residuum.wire.rows.frames import checksum, chunk_head, placed_response
+from residuum.wire.rows.shared_memory import MIN_PLACED_BYTES, Place
 from store_svc.database.frames import StoredFrame
 from store_svc.reading.frame_access import Frame
 from store_svc.reading.query import Query

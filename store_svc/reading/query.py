@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, selection_pb2, store_pb2
-from residuum.wire.frame_keys import FrameKey
+from residuum.wire.rows.frame_keys import FrameKey
 from residuum.wire.selection import (
     captured_positions,
     check_positions,

@@ -10,8 +10,8 @@ from itertools import chain, islice
 
 from residuum.rpc.errors import Failure
 from residuum.v1 import capture_pb2, store_pb2
-from residuum.wire.capture_batches import BATCH_BYTES, CaptureBatch, end_field
-from residuum.wire.frames import length_prefix
+from residuum.wire.rows.capture_batches import BATCH_BYTES, CaptureBatch, end_field
+from residuum.wire.rows.frames import length_prefix
 from store_svc.archive.fetching import Fetcher
 from store_svc.archive.records import state_field
 from store_svc.captures.capture_names import CaptureName, unknown_capture

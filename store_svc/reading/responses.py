@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from residuum.v1 import capture_pb2
-from residuum.wire.capture_batches import BATCH_BYTES
-from residuum.wire.checksums import combined
-from residuum.wire.frame_keys import unpack_frame
-from residuum.wire.frames import checksum, chunk_prefix
 from residuum.wire.limits import MAX_CHUNK_BYTES, MAX_CHUNK_POSITIONS
+from residuum.wire.rows.capture_batches import BATCH_BYTES
+from residuum.wire.rows.checksums import combined
+from residuum.wire.rows.frame_keys import unpack_frame
+from residuum.wire.rows.frames import checksum, chunk_prefix
 from store_svc.reading.frame_access import Frame, IsCancelled
 from store_svc.reading.open_read import check_not_cancelled
 from store_svc.reading.placing import Placing, Room

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from residuum.v1 import capture_pb2
-from residuum.wire.checksums import combined
-from residuum.wire.frames import ChunkView, checksum, chunk_prefix
+from residuum.wire.rows.checksums import combined
+from residuum.wire.rows.frames import ChunkView, checksum, chunk_prefix
 from store_svc.captures.ledger import Cells
 from store_svc.captures.positions import Positions
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from residuum.rpc.errors import Failure, Reason
-from residuum.wire.frames import ChunkView, FrameError, read_prefix
 from residuum.wire.limits import TARGET_CHUNK_BYTES
+from residuum.wire.rows.frames import ChunkView, FrameError, read_prefix
 from store_svc.database.frames import StoredFrame
 from store_svc.reading.query import Query
 from store_svc.reading.slicing import slice_chunk

@@ -10,8 +10,8 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from residuum.wire.encodings import RowFormat
-from residuum.wire.frames import ChunkView
+from residuum.wire.rows.encodings import RowFormat
+from residuum.wire.rows.frames import ChunkView
 
 _BLOCK_BYTES = 512 << 10
 """Bytes of a block, unless a single row has more. With it and what it is made from, a cache of 1 MiB is enough."""

@@ -14,9 +14,9 @@ import numpy as np
 
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, store_pb2
-from residuum.wire.encodings import PROJECT, RANDOM_PROJECTIONS, SAE, EncodingError, RowFormat
-from residuum.wire.frame_keys import FrameKey, unpack_frame
-from residuum.wire.frames import FrameError
+from residuum.wire.rows.encodings import PROJECT, RANDOM_PROJECTIONS, SAE, EncodingError, RowFormat
+from residuum.wire.rows.frame_keys import FrameKey, unpack_frame
+from residuum.wire.rows.frames import FrameError
 from store_svc.archive.fetching import Away, Fetcher
 from store_svc.archive.records import Record, frames_table, place_of, read_record
 from store_svc.captures.capture_names import name_of

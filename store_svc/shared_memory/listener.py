@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from residuum.rpc.shared_memory import is_possible
-from residuum.wire.shared_memory import (
+from residuum.wire.rows.shared_memory import (
     INSTANCE_BYTES,
     MAX_MESSAGE_BYTES,
     Hello,

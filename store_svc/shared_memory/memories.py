@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 import numpy as np
 import numpy.typing as npt
 
-from residuum.wire.shared_memory import (
+from residuum.wire.rows.shared_memory import (
     MAX_MESSAGE_BYTES,
     MAX_READ_BYTES,
     MAX_UNRELEASED_BYTES,

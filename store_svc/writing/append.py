@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from residuum.rpc.errors import Failure
 from residuum.v1 import store_pb2
-from residuum.wire.frames import AppendView, ChunkView, FrameError, parse_append, parse_chunk
 from residuum.wire.limits import MAX_CHUNK_BYTES
+from residuum.wire.rows.frames import AppendView, ChunkView, FrameError, parse_append, parse_chunk
 from store_svc.captures.capture_names import CaptureName, unknown_capture, written_tenant
 from store_svc.checks import invalid
 from store_svc.writing.early_rows import ArrivedOpens, OpenWaits

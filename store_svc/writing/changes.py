@@ -10,10 +10,10 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, store_pb2
-from residuum.wire.archive import capture_key
-from residuum.wire.frame_keys import FrameKey
-from residuum.wire.frames import ChunkView
 from residuum.wire.labels import LabelError, changed
+from residuum.wire.rows.archive import capture_key
+from residuum.wire.rows.frame_keys import FrameKey
+from residuum.wire.rows.frames import ChunkView
 from store_svc.archive import records
 from store_svc.captures.capture_names import CaptureName, name_of, unknown_capture
 from store_svc.captures.catalog import Catalog

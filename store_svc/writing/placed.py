@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import store_pb2
-from residuum.wire.frames import ChunkView, FrameError, check_header, check_layer_checksums, chunk_head
 from residuum.wire.limits import MAX_CHUNK_BYTES, MAX_ID_LENGTH, MAX_PLACED_CHUNK_BYTES
+from residuum.wire.rows.frames import ChunkView, FrameError, check_header, check_layer_checksums, chunk_head
 from store_svc.checks import invalid
 from store_svc.database.frames import PlacedFrame
 

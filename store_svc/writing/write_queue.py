@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import store_pb2
-from residuum.wire.frames import ChunkView
+from residuum.wire.rows.frames import ChunkView
 from store_svc.captures.capture_names import CaptureName
 from store_svc.database.frames import PlacedFrame, frame_bytes
 from store_svc.writing.changes import Batch

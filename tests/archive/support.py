@@ -9,7 +9,7 @@ from pathlib import Path
 
 from residuum.rpc.objects import MissingObjectError, Objects
 from residuum.v1 import capture_pb2, store_pb2
-from residuum.wire.archive import CAPTURES, CHUNKS, unpack_capture
+from residuum.wire.rows.archive import CAPTURES, CHUNKS, unpack_capture
 from tests.store.support import Cell, Client, describe, grid, make_chunk
 from tests.waiting import wait_for
 

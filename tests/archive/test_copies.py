@@ -10,7 +10,7 @@ import pytest
 
 from residuum.rpc.objects import ArchiveRefusedError, Objects
 from residuum.v1 import capture_pb2, errors_pb2, selection_pb2, store_pb2
-from residuum.wire.archive import CAPTURES, unpack_capture
+from residuum.wire.rows.archive import CAPTURES, unpack_capture
 from store_svc.database.db import Table
 from store_svc.writing.changes import Batch
 from tests.archive.support import (

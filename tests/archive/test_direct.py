@@ -14,7 +14,7 @@ import residuum
 from residuum.cli import main
 from residuum.rpc.objects import Objects
 from residuum.v1 import capture_pb2, store_pb2
-from residuum.wire.archive import CAPTURES, CHUNKS
+from residuum.wire.rows.archive import CAPTURES, CHUNKS
 from tests.archive.s3 import Proxy
 from tests.archive.support import COPIED, capture, chunk_objects, file_url, wait_for_state
 from tests.store.support import INCOMPLETE, POST, Client, describe, make_chunk, row, serving

@@ -15,7 +15,7 @@ import pytest
 
 from residuum.rpc.objects import Objects
 from residuum.v1 import capture_pb2, errors_pb2, store_pb2
-from residuum.wire.archive import CAPTURES, unpack_capture
+from residuum.wire.rows.archive import CAPTURES, unpack_capture
 from store_svc.archive.restore import main as restore_main
 from tests.archive.s3 import BUCKET, Call, Proxy
 from tests.archive.support import (

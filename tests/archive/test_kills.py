@@ -13,7 +13,7 @@ import pytest
 
 from residuum.rpc.objects import ArchiveRefusedError, MissingObjectError, Objects
 from residuum.v1 import capture_pb2, errors_pb2, store_pb2
-from residuum.wire.archive import CAPTURES, unpack_capture
+from residuum.wire.rows.archive import CAPTURES, unpack_capture
 from store_svc.archive.restore import main as restore_main
 from tests.archive.s3 import Call, Proxy
 from tests.archive.support import LAYERS, MOVED, PROMPT, capture, chunk_objects, stats, wait_for_state

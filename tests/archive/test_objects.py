@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from residuum.rpc.objects import ArchiveRefusedError, MissingObjectError, Objects
-from residuum.wire.archive import chunks_path
+from residuum.wire.rows.archive import chunks_path
 from store_svc.archive import owner
 from store_svc.archive.fetching import Away, Fetcher
 from store_svc.archive.records import Place

@@ -16,7 +16,7 @@ import pytest
 import residuum
 from residuum.rpc.objects import ArchiveError, ArchiveRefusedError, Objects
 from residuum.v1 import archive_pb2, capture_pb2, errors_pb2, store_pb2
-from residuum.wire.archive import CAPTURES, pack, unpack_capture
+from residuum.wire.rows.archive import CAPTURES, pack, unpack_capture
 from store_svc.archive import records
 from store_svc.archive.restore import Restore
 from store_svc.archive.restore import main as restore_main

@@ -113,7 +113,7 @@ def test_the_client_is_light():
 
 
 def test_shared_modules_import_without_the_client():
-    modules = loaded_by("import residuum.wire.frames, residuum.rpc.errors, residuum.v1.store_pb2")
+    modules = loaded_by("import residuum.wire.rows.frames, residuum.rpc.errors, residuum.v1.store_pb2")
     assert not modules & {"residuum.client", "residuum.exceptions", "residuum.values.captures.activations"}
 
 

@@ -14,8 +14,8 @@ import pytest
 
 import residuum
 from residuum.v1 import store_pb2, store_pb2_grpc
-from residuum.wire.encodings import RowFormat
-from residuum.wire.projection import projection_matrix
+from residuum.wire.rows.encodings import RowFormat
+from residuum.wire.rows.projection import projection_matrix
 from tests.conformance.engines import KV_BLOCK, KV_BLOCKS, RING_MIB
 from tests.conformance.rows import EVERY_LAYER, make_prompt
 from tests.reference.tiny import HIDDEN, LAYERS

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from residuum.values.replies.search import SearchResult
-from residuum.wire.encodings import ENCODING_NAMES
+from residuum.wire.rows.encodings import ENCODING_NAMES
 from store_svc.searching.scanning import NOT_SEARCHED
 
 ROOT = Path(__file__).parents[2]

@@ -14,7 +14,7 @@ import pytest
 
 from residuum.rpc.errors import Failure, Reason, failure_from_rpc_error
 from residuum.v1 import store_pb2
-from residuum.wire.frames import append_prefix, checksum, chunk_prefix
+from residuum.wire.rows.frames import append_prefix, checksum, chunk_prefix
 from tests.faults.support import BLOCK, COMPLETE, DEADLINE, LAYERS, Capture, Ring, Shippers, Store
 from tests.small_disk import fill
 from tests.small_disk import small_disk as disk

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from residuum.v1 import capture_pb2, store_pb2
-from residuum.wire.frames import parse_read
+from residuum.wire.rows.frames import parse_read
 from store_svc.captures.capture_names import CaptureName
 from store_svc.captures.catalog_loading import load_catalog
 from store_svc.database.db import Database

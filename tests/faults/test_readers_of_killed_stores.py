@@ -16,7 +16,7 @@ import residuum
 from residuum.protocol.reading import Piece
 from residuum.transport.connections import ReadRetries
 from residuum.v1 import store_pb2
-from residuum.wire.frames import append_prefix, checksum, chunk_prefix
+from residuum.wire.rows.frames import append_prefix, checksum, chunk_prefix
 from tests.faults.support import BLOCK, COMPLETE, DEADLINE, LAYERS, Capture, Store
 from tests.waiting import wait_for
 

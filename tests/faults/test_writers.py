@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from residuum.v1 import capture_pb2, store_pb2
-from residuum.wire.frames import append_prefix, checksum, chunk_prefix
+from residuum.wire.rows.frames import append_prefix, checksum, chunk_prefix
 from tests.faults.proxy import Flipper, Proxy
 from tests.faults.support import (
     BLOCK,

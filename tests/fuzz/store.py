@@ -16,8 +16,8 @@ from google.protobuf.message import DecodeError, Message
 
 from residuum.rpc.shared_memory import GivenMemory, create_memory, give_memory
 from residuum.v1 import capture_pb2, errors_pb2, selection_pb2, store_pb2
-from residuum.wire.frames import append_prefix, placed_append
-from residuum.wire.shared_memory import MIN_READ_BYTES, READ, SEAL_FUTURE_WRITE, WRITE
+from residuum.wire.rows.frames import append_prefix, placed_append
+from residuum.wire.rows.shared_memory import MIN_READ_BYTES, READ, SEAL_FUTURE_WRITE, WRITE
 from store_svc.server import Store
 from store_svc.settings import StoreSettings
 from tests.fuzz.calls import SECONDS, Answer, Caller, Running, methods

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from residuum.rpc.shared_memory import create_memory
 from residuum.v1 import store_pb2
-from residuum.wire.shared_memory import MIN_READ_BYTES, READ, WRITE, Hello, encode_released
+from residuum.wire.rows.shared_memory import MIN_READ_BYTES, READ, WRITE, Hello, encode_released
 from store_svc.server import Store
 from tests.store.support import Client, serving
 

@@ -21,7 +21,7 @@ from residuum.v1 import (
     store_pb2_grpc,
     tensor_pb2,
 )
-from residuum.wire.frames import checksum
+from residuum.wire.rows.frames import checksum
 
 CAPTURE_ID = "req-scripted"
 LAYERS, PROMPT_TOKENS = 3, 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 from residuum.rpc.channels import open_channel
 from residuum.rpc.credentials import Credentials
 from residuum.v1 import capture_pb2, store_pb2, store_pb2_grpc
-from residuum.wire.frames import append_prefix
+from residuum.wire.rows.frames import append_prefix
 from tests.store.support import describe, make_chunk, rejections, seal_request
 
 LAYERS = [0, 1, 2]

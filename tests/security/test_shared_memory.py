@@ -10,7 +10,7 @@ import pytest
 from residuum.rpc.errors import Reason
 from residuum.rpc.shared_memory import create_memory, give_memory
 from residuum.v1 import store_pb2
-from residuum.wire.shared_memory import MIN_READ_BYTES, READ
+from residuum.wire.rows.shared_memory import MIN_READ_BYTES, READ
 from tests.security.callers import Caller
 from tests.store.support import COMPLETE, describe, failing_with, make_chunk, message, seal_request
 

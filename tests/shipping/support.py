@@ -15,7 +15,7 @@ import inference_svc
 import residuum.v1
 from residuum.rpc.channels import SERVER_OPTIONS
 from residuum.v1 import capture_pb2, errors_pb2, store_pb2, store_pb2_grpc, tensor_pb2
-from residuum.wire import frames
+from residuum.wire.rows import frames
 from tests import ports
 
 DEADLINE = 20.0

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from inference_svc.shipping.framing import append_message, cut, payload_bytes
 from residuum.v1 import capture_pb2, store_pb2, tensor_pb2
-from residuum.wire import frames
 from residuum.wire.dtypes import numpy_dtype
 from residuum.wire.limits import MAX_CHUNK_BYTES, MAX_CHUNK_POSITIONS, TARGET_CHUNK_BYTES
+from residuum.wire.rows import frames
 from tests.encoding_cases import FORMATS, basis, rows
 from tests.encoding_cases import header_of as encoded_header
 

@@ -17,7 +17,7 @@ from inference_svc.shipping.shipper.shared_rings import Rings
 from inference_svc.shipping.shipper.uploader import Uploader
 from residuum.v1 import store_pb2
 from residuum.wire.limits import MAX_CHUNK_BYTES, TARGET_PLACED_CHUNK_BYTES
-from residuum.wire.shared_memory import MIN_PLACED_BYTES
+from residuum.wire.rows.shared_memory import MIN_PLACED_BYTES
 from tests.faults.support import COMPLETE, LAYERS, Capture, Ring, collect
 from tests.shipping.support import DEADLINE
 from tests.store.support import describe, serving

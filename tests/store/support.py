@@ -21,7 +21,7 @@ import pytest
 from residuum.rpc.channels import open_channel
 from residuum.rpc.errors import Failure, failure_from_rpc_error
 from residuum.v1 import capture_pb2, store_pb2, store_pb2_grpc, tensor_pb2
-from residuum.wire.frames import append_prefix, checksum, chunk_prefix
+from residuum.wire.rows.frames import append_prefix, checksum, chunk_prefix
 from store_svc.captures.lifecycle import Wait
 from store_svc.server import Store
 from store_svc.settings import StoreSettings

@@ -8,7 +8,7 @@ import pytest
 
 from residuum.rpc.errors import Failure, Reason, failure_from_rpc_error
 from residuum.v1 import capture_pb2
-from residuum.wire.frames import checksum, chunk_prefix
+from residuum.wire.rows.frames import checksum, chunk_prefix
 from tests.store.support import POST, Client, describe
 
 MIB = 1 << 20

@@ -18,8 +18,8 @@ from playwright.sync_api import expect
 import residuum
 from residuum.rpc.channels import open_channel
 from residuum.v1 import capture_pb2, store_pb2, store_pb2_grpc
-from residuum.wire.frames import append_prefix, checksum, chunk_prefix
 from residuum.wire.labels import to_label
+from residuum.wire.rows.frames import append_prefix, checksum, chunk_prefix
 from tests.store.support import POST, describe
 from tests.ui.browser import serving
 from tests.waiting import wait_for

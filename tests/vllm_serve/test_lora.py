@@ -19,7 +19,7 @@ import pytest
 
 import residuum
 from bench.conformance.reference import adding
-from residuum.wire.projection import projection_signs
+from residuum.wire.rows.projection import projection_signs
 from svc_common.launcher import start_store
 from tests.reference.adapters import make_adapter, merge
 from tests.reference.hf import Reference, relative_error

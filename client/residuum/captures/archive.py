@@ -40,9 +40,9 @@ from residuum.values.captures.manifest_names import to_datetime
 from residuum.values.captures.rows import Rows, RowsBuilder, in_order
 from residuum.values.replies.capture_summaries import CaptureSummary
 from residuum.values.selections.layers_and_positions import LayersLike, PositionsLike
-from residuum.wire.archive import CAPTURES, LayoutError, age_of, capture_path, unpack_capture
 from residuum.wire.endpoints import ARCHIVE_SCHEMES
 from residuum.wire.labels import parse_where, to_dict
+from residuum.wire.rows.archive import CAPTURES, LayoutError, age_of, capture_path, unpack_capture
 
 if TYPE_CHECKING:
     from typing_extensions import Self

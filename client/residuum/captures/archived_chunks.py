@@ -10,9 +10,9 @@ from itertools import groupby
 
 from residuum.exceptions import DamagedCapture
 from residuum.v1 import archive_pb2, store_pb2
-from residuum.wire.archive import chunks_path
-from residuum.wire.frame_keys import FrameKey, unpack_frame
-from residuum.wire.frames import ChunkView, FrameError, checksum, parse_chunk
+from residuum.wire.rows.archive import chunks_path
+from residuum.wire.rows.frame_keys import FrameKey, unpack_frame
+from residuum.wire.rows.frames import ChunkView, FrameError, checksum, parse_chunk
 from residuum.wire.selection import wanted_positions
 
 Fetch = Callable[[str, int, int], memoryview]

@@ -20,7 +20,7 @@ from residuum.values.captures.activations import Activations
 from residuum.values.captures.manifest import Manifest
 from residuum.values.selections.layers_and_positions import LayersLike, PositionsLike
 from residuum.values.selections.points import SITE_NAMES
-from residuum.wire.encodings import RowFormat
+from residuum.wire.rows.encodings import RowFormat
 from residuum.wire.selection import wanted_positions
 
 _Item = TypeVar("_Item")

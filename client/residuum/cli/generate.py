@@ -18,8 +18,8 @@ from residuum.cli.parser import positive_count
 from residuum.protocol.requests import IF_EXISTS, Prompt
 from residuum.values.captures.capture import AXES, REDUCTIONS
 from residuum.values.selections.points import SITES
-from residuum.wire.encodings import ENCODINGS
 from residuum.wire.limits import BLOCK_TOKENS
+from residuum.wire.rows.encodings import ENCODINGS
 
 EXAMPLES = """\
 PROMPT

@@ -9,7 +9,7 @@ from residuum.exports.tensor_files import read_safetensors, write_safetensors
 from residuum.values.probes.layers import ProbeAttention, ProbeLayer
 from residuum.values.probes.probe import Probe
 from residuum.values.probes.smoothing import parse_smoothing
-from residuum.wire.probe_files import FORMAT, NO_ACTIVATION, parse
+from residuum.wire.probes.files import FORMAT, NO_ACTIVATION, parse
 
 
 def save(probe: Probe, path: str | os.PathLike[str]) -> None:

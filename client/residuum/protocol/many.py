@@ -14,8 +14,8 @@ from residuum.protocol.requests import RequestLike, check_capture_id
 from residuum.v1 import store_pb2
 from residuum.values.captures.activations import Activations
 from residuum.values.captures.manifest import Manifest
-from residuum.wire.capture_batches import parse_captures
-from residuum.wire.frames import FrameError, parse_chunk, placed_view
+from residuum.wire.rows.capture_batches import parse_captures
+from residuum.wire.rows.frames import FrameError, parse_chunk, placed_view
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs

@@ -26,10 +26,10 @@ from residuum.values.selections.layers_and_positions import (
     layer_selection,
 )
 from residuum.values.selections.points import SITE_NAMES, site_numbers
-from residuum.wire.encodings import RowFormat
-from residuum.wire.frames import ChunkView, FrameError, parse_read
+from residuum.wire.rows.encodings import RowFormat
+from residuum.wire.rows.frames import ChunkView, FrameError, parse_read
+from residuum.wire.rows.shared_memory import Payloads
 from residuum.wire.selection import expected_rows
-from residuum.wire.shared_memory import Payloads
 
 _Key = tuple[int, str]
 """A sequence and a site."""

@@ -12,8 +12,8 @@ import numpy.typing as npt
 from residuum.exceptions import ServerFault
 from residuum.v1 import capture_pb2, selection_pb2
 from residuum.values.captures.blocks import AnyBlock, Block, EncodedBlock
-from residuum.wire.encodings import EncodingError, RowFormat
-from residuum.wire.frames import ChunkView
+from residuum.wire.rows.encodings import EncodingError, RowFormat
+from residuum.wire.rows.frames import ChunkView
 from residuum.wire.selection import captured_positions, wanted_positions
 
 Allocate = Callable[[tuple[int, ...], np.dtype[Any]], npt.NDArray[Any]]

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 from residuum.rpc.extras import install_extra
-from residuum.wire.frames import Buffer
+from residuum.wire.rows.frames import Buffer
 
 _RETRIES = {
     "max_retries": 3,

@@ -8,7 +8,7 @@ import secrets
 import socket
 import sys
 
-from residuum.wire.shared_memory import (
+from residuum.wire.rows.shared_memory import (
     KEY_BYTES,
     MAX_MESSAGE_BYTES,
     Hello,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from residuum.rpc.shared_memory import SWITCH, GivenMemory, create_memory, give_memory, is_possible, is_switched_off
 from residuum.v1 import store_pb2
-from residuum.wire.shared_memory import MAX_UNRELEASED_BYTES, READ, SharedMemoryError, encode_released
+from residuum.wire.rows.shared_memory import MAX_UNRELEASED_BYTES, READ, SharedMemoryError, encode_released
 
 MEMORY_BYTES = 16 << 20
 """The size of a memory. It holds some chunks, and is small enough for the caches of most processors."""

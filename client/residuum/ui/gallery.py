@@ -25,7 +25,7 @@ from residuum.ui.answers import invalid
 from residuum.values.probes.probe import Probe
 from residuum.values.tensors.sae import SAE
 from residuum.values.tensors.vector import Vector, load_vectors
-from residuum.wire.probe_files import FORMAT as PROBE_FORMAT
+from residuum.wire.probes.files import FORMAT as PROBE_FORMAT
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._-]{0,79}", re.ASCII)
 _SUFFIX = ".safetensors"

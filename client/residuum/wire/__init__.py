@@ -1,1 +1,1 @@
-"""The contract in Python, without I/O: dtypes, digests, encodings, frames, selections, placement and limits."""
+"""The contract in Python, without I/O: dtypes, digests, selections, placement, limits. Rooms: rows, probes."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from residuum.v1 import probe_pb2
 from residuum.wire.limits import MAX_KEPT_SCORES
-from residuum.wire.probes import num_outputs
+from residuum.wire.probes.arithmetic import num_outputs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

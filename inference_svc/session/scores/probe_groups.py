@@ -9,9 +9,9 @@ import numpy as np
 from inference_svc.admission.probes import columns_of, num_products
 from inference_svc.session.scores.joined import JoinedScores, ScoreLayout
 from residuum.v1 import probe_pb2
-from residuum.wire.pooling import AttentionPool
-from residuum.wire.probes import evaluate, num_outputs
-from residuum.wire.smoothing import Smoother
+from residuum.wire.probes.arithmetic import evaluate, num_outputs
+from residuum.wire.probes.pooling import AttentionPool
+from residuum.wire.probes.smoothing import Smoother
 
 if TYPE_CHECKING:
     import numpy.typing as npt

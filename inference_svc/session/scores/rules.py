@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from inference_svc.admission.rules import ABORT, STEER
 from residuum.v1 import rule_pb2
-from residuum.wire.rules import FINISH_REASON, RuleWatch
+from residuum.wire.probes.rules import FINISH_REASON, RuleWatch
 from svc_common.logs import get_logger
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from functools import partial
 from inference_svc.shipping.framing import Piece, append_message, cut, payload_bytes
 from inference_svc.shipping.shipper.shared_rings import Place, SharedRings
 from residuum.v1 import capture_pb2, store_pb2
-from residuum.wire import frames
-from residuum.wire.checksums import combined
 from residuum.wire.limits import TARGET_CHUNK_BYTES
+from residuum.wire.rows import frames
+from residuum.wire.rows.checksums import combined
 from residuum.wire.tokens import split_path
 
 

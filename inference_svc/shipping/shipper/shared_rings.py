@@ -17,7 +17,7 @@ from inference_svc.shipping.ring import SharedRing
 from residuum.rpc.shared_memory import GivenMemory, give_memory, is_possible, is_switched_off
 from residuum.v1 import store_pb2
 from residuum.wire.limits import TARGET_CHUNK_BYTES, TARGET_PLACED_CHUNK_BYTES
-from residuum.wire.shared_memory import MIN_PLACED_BYTES, WRITE, SharedMemoryError
+from residuum.wire.rows.shared_memory import MIN_PLACED_BYTES, WRITE, SharedMemoryError
 from svc_common.logs import get_logger
 
 if TYPE_CHECKING:

@@ -9,14 +9,14 @@ import torch
 from inference_svc.taps.element_types import cast_of
 from inference_svc.taps.encodings.sae_encoder import SAEEncoder
 from residuum.v1 import capture_pb2
-from residuum.wire.encodings import LARGEST, RANDOM_PROJECTIONS
-from residuum.wire.projection import projection_factor
+from residuum.wire.rows.encodings import LARGEST, RANDOM_PROJECTIONS
+from residuum.wire.rows.projection import projection_factor
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from inference_svc.taps.encodings.bases import Basis
-    from residuum.wire.encodings import RowFormat
+    from residuum.wire.rows.encodings import RowFormat
 
 _GROUP_ELEMENTS = 1 << 20
 """How many elements are encoded at once, to limit the memory of intermediate tensors."""

@@ -1,6 +1,6 @@
 """Encodings of captured rows. The device encodes a block at a time, before the rows go to the ring.
 
-capture.proto defines the formats. `residuum.wire.encodings` has their sizes and a reference implementation in numpy.
+capture.proto defines the formats. `residuum.wire.rows.encodings` has their sizes and a reference in numpy.
 
 * On a GPU (`taps/gpu/encoder.py`) encoding runs on the sink's own stream, next to the model's. The engine's thread does
   not wait for it, and no memory is allocated for a block.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from inference_svc.taps.encodings.signs import SignCache, Signs
-from residuum.wire.encodings import RANDOM_PROJECTIONS
+from residuum.wire.rows.encodings import RANDOM_PROJECTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,7 +15,8 @@ from inference_svc.taps.encodings.sae_encoder import encoder_of
 from inference_svc.taps.vllm.limits import UnsupportedEngineError
 from residuum.v1 import capture_pb2, sae_pb2, tensor_pb2
 from residuum.wire.dtypes import numpy_dtype
-from residuum.wire.encodings import (
+from residuum.wire.limits import DEFAULT_KEPT_FEATURES, DEFAULT_PROJECTION, DEFAULT_TOPK
+from residuum.wire.rows.encodings import (
     BY_DIMENSION,
     BY_ROW,
     ENCODINGS,
@@ -27,7 +28,6 @@ from residuum.wire.encodings import (
     RowFormat,
     basis_of,
 )
-from residuum.wire.limits import DEFAULT_KEPT_FEATURES, DEFAULT_PROJECTION, DEFAULT_TOPK
 from residuum.wire.sae import JUMP_RELU, RELU, Encoder, EncoderShape
 
 if TYPE_CHECKING:

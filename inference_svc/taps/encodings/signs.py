@@ -12,7 +12,7 @@ from torch import Tensor
 
 from inference_svc.taps.encodings.projections import KEPT_BYTES
 from inference_svc.taps.encodings.work_stream import WorkStream
-from residuum.wire.projection import projection_signs
+from residuum.wire.rows.projection import projection_signs
 from svc_common.logs import get_logger
 
 IDLE_BYTES, IDLE_MATRICES = 16 << 20, 16

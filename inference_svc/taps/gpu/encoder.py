@@ -15,8 +15,8 @@ from inference_svc.taps.element_types import cast_of
 from inference_svc.taps.encodings.sae_encoder import GROUP_ELEMENTS, SAEEncoder, rounds_factors
 from inference_svc.taps.gpu.kernels import encodings, features
 from residuum.v1 import capture_pb2
-from residuum.wire.encodings import LARGEST, RANDOM_PROJECTIONS
-from residuum.wire.projection import projection_factor
+from residuum.wire.rows.encodings import LARGEST, RANDOM_PROJECTIONS
+from residuum.wire.rows.projection import projection_factor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from inference_svc.taps.encodings.bases import Basis
     from inference_svc.taps.gpu.host_copies import HostCopies
-    from residuum.wire.encodings import RowFormat
+    from residuum.wire.rows.encodings import RowFormat
 
 STAGED_BYTES = 16 << 20
 """The size of the buffer for encoded rows, and of the buffer for sums: those of random projections."""

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from inference_svc.taps.plan import Capture
     from inference_svc.taps.reductions import Batch
     from inference_svc.taps.ring_writer import ModelRows
-    from residuum.wire.encodings import RowFormat as EncodedFormat
+    from residuum.wire.rows.encodings import RowFormat as EncodedFormat
 
 TOGETHER_BYTES = 64 << 20
 """After this many bytes, copies are waited for and published."""

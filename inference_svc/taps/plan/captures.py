@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from inference_svc.taps.encodings.projections import is_computed
 from inference_svc.taps.plan.operations import with_selection
 from residuum.v1 import capture_pb2, selection_pb2
-from residuum.wire.encodings import RANDOM_PROJECTIONS, row_format
 from residuum.wire.limits import BLOCK_TOKENS
+from residuum.wire.rows.encodings import RANDOM_PROJECTIONS, row_format
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from inference_svc.taps.points import TapPoints
     from residuum.v1 import tensor_pb2
-    from residuum.wire.encodings import RowFormat
+    from residuum.wire.rows.encodings import RowFormat
 
 Places = tuple[tuple[capture_pb2.Site.ValueType, tuple[int, ...]], ...]
 """Where rows are captured: sites, ascending, and the layers at each."""

@@ -10,9 +10,9 @@ import pytest
 import residuum
 from residuum.v1 import capture_pb2, tensor_pb2
 from residuum.values.captures.blocks import EncodedBlock
-from residuum.wire.encodings import BY_DIMENSION, TOPK, RowFormat
+from residuum.wire.rows.encodings import BY_DIMENSION, TOPK, RowFormat
 from tests.client.support.peer import HIDDEN, POST, row
-from tests.wire.test_encoding_projection import signs_in_words
+from tests.wire.rows.test_encoding_projection import signs_in_words
 
 LAYERS, PROMPT, ROWS = (1, 4), 3, 6
 """The layers; tokens of the prompt; rows of a prompt of 3 tokens and a reply of 4."""
@@ -261,7 +261,7 @@ async def test_an_unknown_encoding_is_an_error(make, endpoint, flaky, captured):
 @pytest.mark.parametrize("call", ["activations", "follow"])
 async def test_an_encoding_with_a_wrong_size_is_an_error(make, endpoint, flaky, call):
     from residuum.v1 import store_pb2
-    from residuum.wire.frames import checksum
+    from residuum.wire.rows.frames import checksum
 
     with residuum.Client(endpoint) as plain:
         reply = plain.generate("a bb ccc", max_tokens=4, capture=capturing(encoding="topk8", dimensions=2))

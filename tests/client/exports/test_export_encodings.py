@@ -10,7 +10,7 @@ import pytest
 from safetensors import safe_open
 
 import residuum
-from residuum.wire.encodings import RowFormat
+from residuum.wire.rows.encodings import RowFormat
 from tests.client.captures.test_encodings import JOY, WOE
 from tests.client.support.opened import OPENERS
 from tests.client.support.peer import HIDDEN

@@ -11,7 +11,7 @@ import pytest
 
 from residuum.rpc.channels import open_channel
 from residuum.v1 import capture_pb2, store_pb2, store_pb2_grpc, tensor_pb2
-from residuum.wire.frames import checksum
+from residuum.wire.rows.frames import checksum
 from tests.client.support.opened import OPENERS
 from tests.client.support.running_store import RunningStore
 from tests.client.support.shell import command, environment

@@ -38,12 +38,12 @@ from residuum.v1 import (
 )
 from residuum.wire.digests import digest_of_bytes
 from residuum.wire.dtypes import numpy_dtype
-from residuum.wire.encodings import ENCODINGS, RowFormat, basis_of
-from residuum.wire.frames import checksum
 from residuum.wire.ids import make_id
 from residuum.wire.placement import parse_stores
-from residuum.wire.probes import evaluate
-from residuum.wire.rules import RuleWatch
+from residuum.wire.probes.arithmetic import evaluate
+from residuum.wire.probes.rules import RuleWatch
+from residuum.wire.rows.encodings import ENCODINGS, RowFormat, basis_of
+from residuum.wire.rows.frames import checksum
 from residuum.wire.sae import Encoder, EncoderShape
 from residuum.wire.selection import expected_rows, is_reduced, resolve_layers, wanted_positions
 from svc_common.rpc.serving import ErrorInterceptor, add_health_and_reflection

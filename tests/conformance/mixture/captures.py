@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import residuum
-from residuum.wire.projection import projection_matrix
+from residuum.wire.rows.projection import projection_matrix
 from tests.conformance.mixture.expected import ROW_ERROR
 from tests.conformance.mixture.positions import Chosen, draw_positions
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import residuum
-from residuum.wire.rules import NEVER
+from residuum.wire.probes.rules import NEVER
 from tests.conformance.mixture.expected import Expected, Segments, expect
 from tests.conformance.mixture.replies import check_reply, check_scores
 from tests.conformance.mixture.rows import check_followed, check_presence, check_values, same

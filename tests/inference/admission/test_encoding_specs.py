@@ -10,7 +10,7 @@ from inference_svc.admission.captures import resolve_capture
 from inference_svc.model_facts import CaptureDefaults
 from residuum.rpc.errors import Failure
 from residuum.v1 import capture_pb2, inference_pb2, sae_pb2, selection_pb2
-from residuum.wire.encodings import (
+from residuum.wire.rows.encodings import (
     BY_DIMENSION,
     BY_ROW,
     ENCODINGS,

@@ -16,8 +16,8 @@ from inference_svc.admission.steering import directions_of
 from inference_svc.model_facts import CaptureDefaults
 from residuum.rpc.errors import Failure
 from residuum.v1 import capture_pb2, inference_pb2, probe_pb2, rule_pb2, selection_pb2, steering_pb2, tensor_pb2
-from residuum.wire.encodings import ENCODINGS
 from residuum.wire.limits import MAX_OPERATIONS, MAX_RANGES
+from residuum.wire.rows.encodings import ENCODINGS
 from tests.inference.spec_support import resolve_spec
 from tests.inference.taps_support import GENERATED, PROMPT, select
 

@@ -12,7 +12,7 @@ from inference_svc.resources.projections import Projections, projection_of
 from inference_svc.taps.encodings.projections import Projection
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2
-from residuum.wire.encodings import ENCODINGS, FULL8, RP, RP8
+from residuum.wire.rows.encodings import ENCODINGS, FULL8, RP, RP8
 from tests.inference.service_support import (
     FACTS,
     LAYERS,

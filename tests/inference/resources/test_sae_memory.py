@@ -20,7 +20,7 @@ from inference_svc.resources.vector_cache import vector_name
 from inference_svc.taps.encodings.check import bytes_of
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, inference_pb2, sae_pb2, selection_pb2
-from residuum.wire.encodings import RAW, SAE
+from residuum.wire.rows.encodings import RAW, SAE
 from residuum.wire.sae import JUMP_RELU, TOP_K, EncoderShape
 from tests.encoding_cases import B16, encoder
 from tests.inference.service_support import FACTS, HIDDEN, FakeEngine, failure_of, running_service, until

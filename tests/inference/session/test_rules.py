@@ -31,7 +31,7 @@ from inference_svc.taps.scores import open_board
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, inference_pb2, probe_pb2, rule_pb2, selection_pb2, steering_pb2
 from residuum.wire.limits import MAX_RULES, MAX_STEERING_CHANGES, MAX_STEERING_CHANGES_BYTES
-from residuum.wire.rules import NEVER
+from residuum.wire.probes.rules import NEVER
 from tests.inference.service_support import ADD_JOY, CAPTURE, FACTS, JOY, ask, failure_of, running_service, vector
 from tests.inference.spec_support import resolve_spec
 

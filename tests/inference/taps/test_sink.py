@@ -20,8 +20,8 @@ from inference_svc.taps.ring_writer import Encoded, _headers
 from inference_svc.taps.sink import BlockSink, ModelRows
 from inference_svc.taps.vllm.worker import TappedWorker
 from residuum.v1 import capture_pb2, tensor_pb2
-from residuum.wire.encodings import RowFormat
 from residuum.wire.limits import TARGET_PLACED_CHUNK_BYTES
+from residuum.wire.rows.encodings import RowFormat
 from tests.inference.taps_support import CPU, Worker, capture, select
 
 

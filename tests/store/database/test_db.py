@@ -17,7 +17,7 @@ import pytest
 
 from residuum.rpc.errors import Reason, failure_from_rpc_error
 from residuum.v1 import store_pb2
-from residuum.wire.frames import checksum
+from residuum.wire.rows.frames import checksum
 from store_svc.captures.capture_names import CaptureName
 from store_svc.database.db import DamagedError, Database, StoreFullError, Table, Txn
 from store_svc.server import Store

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from residuum.wire.frame_keys import FrameKey, unpack_frame
+from residuum.wire.rows.frame_keys import FrameKey, unpack_frame
 from store_svc.database.keys import after_group, pack_number, unpack_number
 
 u32 = st.integers(0, 2**32 - 1)

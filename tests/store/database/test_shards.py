@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from residuum.v1 import store_pb2
-from residuum.wire.frame_keys import FrameKey
-from residuum.wire.frames import parse_chunk
+from residuum.wire.rows.frame_keys import FrameKey
+from residuum.wire.rows.frames import parse_chunk
 from store_svc.captures.capture_names import CaptureName
 from store_svc.captures.catalog import Catalog
 from store_svc.captures.catalog_loading import load_catalog

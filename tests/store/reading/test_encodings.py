@@ -7,8 +7,8 @@ import pytest
 
 from residuum.rpc.errors import Reason
 from residuum.v1 import capture_pb2, selection_pb2, store_pb2
-from residuum.wire.encodings import FULL8, RP8, RowFormat
-from residuum.wire.frames import ChunkView, checksum, chunk_prefix, parse_chunk
+from residuum.wire.rows.encodings import FULL8, RP8, RowFormat
+from residuum.wire.rows.frames import ChunkView, checksum, chunk_prefix, parse_chunk
 from tests.encoding_cases import FORMATS, basis, header_of, rows
 from tests.store.support import COMPLETE, POST, Client, cells_of, describe, failing_with, grid
 

@@ -18,11 +18,11 @@ import residuum
 from residuum.client import Client as PublicClient
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, selection_pb2, store_pb2
-from residuum.wire.encodings import RowFormat
-from residuum.wire.frame_keys import FrameKey
-from residuum.wire.frames import ChunkView, checksum, chunk_prefix, parse_chunk, parse_read
 from residuum.wire.limits import MAX_CHUNK_POSITIONS
-from residuum.wire.shared_memory import MIN_PLACED_BYTES, MIN_READ_BYTES, encode_released
+from residuum.wire.rows.encodings import RowFormat
+from residuum.wire.rows.frame_keys import FrameKey
+from residuum.wire.rows.frames import ChunkView, checksum, chunk_prefix, parse_chunk, parse_read
+from residuum.wire.rows.shared_memory import MIN_PLACED_BYTES, MIN_READ_BYTES, encode_released
 from store_svc.database.db import Table, Txn
 from store_svc.database.frames import StoredFrame
 from store_svc.item_errors import item_error

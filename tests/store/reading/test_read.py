@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from residuum.rpc.errors import Reason
 from residuum.v1 import capture_pb2, selection_pb2, store_pb2
-from residuum.wire.frames import ChunkView, checksum, chunk_prefix, parse_chunk, parse_read
+from residuum.wire.rows.frames import ChunkView, checksum, chunk_prefix, parse_chunk, parse_read
 from residuum.wire.selection import wanted_positions
 from store_svc.database.db import Table, Txn
 from store_svc.reading.slicing import slice_chunk

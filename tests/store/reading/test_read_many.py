@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from residuum.v1 import capture_pb2, errors_pb2, selection_pb2, store_pb2
-from residuum.wire.capture_batches import BATCH_BYTES, CaptureBatch, end_field
-from residuum.wire.frame_keys import unpack_frame
-from residuum.wire.frames import payload_prefix
+from residuum.wire.rows.capture_batches import BATCH_BYTES, CaptureBatch, end_field
+from residuum.wire.rows.frame_keys import unpack_frame
+from residuum.wire.rows.frames import payload_prefix
 from store_svc.database.db import Table
 from store_svc.reading.open_read import OpenRead
 from tests.store.support import COMPLETE, ONE_AND_SEVERAL, OPEN, Rows, describe, failing_with, grid, make_chunk, serving

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from residuum.rpc.errors import Failure
 from residuum.v1 import capture_pb2, errors_pb2, selection_pb2, store_pb2, tensor_pb2
 from residuum.wire.dtypes import numpy_dtype
-from residuum.wire.encodings import RowFormat
-from residuum.wire.frames import checksum, chunk_prefix, parse_chunk
 from residuum.wire.labels import to_label
+from residuum.wire.rows.encodings import RowFormat
+from residuum.wire.rows.frames import checksum, chunk_prefix, parse_chunk
 from store_svc.calls import Calls
 from store_svc.database.db import Table
 from store_svc.searching.turns import Turns

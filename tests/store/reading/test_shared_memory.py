@@ -20,9 +20,9 @@ import residuum
 from residuum.rpc.errors import Reason
 from residuum.rpc.shared_memory import create_memory, give_memory
 from residuum.v1 import capture_pb2, store_pb2
-from residuum.wire.frames import checksum, layer_parts, placed_append
 from residuum.wire.limits import TARGET_CHUNK_BYTES
-from residuum.wire.shared_memory import (
+from residuum.wire.rows.frames import checksum, layer_parts, placed_append
+from residuum.wire.rows.shared_memory import (
     MIN_PLACED_BYTES,
     MIN_READ_BYTES,
     READ,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from residuum.rpc.errors import Reason
 from residuum.v1 import capture_pb2, store_pb2, tensor_pb2
-from residuum.wire.frames import checksum, chunk_prefix
+from residuum.wire.rows.frames import checksum, chunk_prefix
 from tests.store.support import (
     COMPLETE,
     POST,

@@ -14,7 +14,7 @@ import pytest
 
 from residuum.rpc.errors import Reason
 from residuum.v1 import capture_pb2, store_pb2
-from residuum.wire import frames
+from residuum.wire.rows import frames
 from store_svc.captures.capture_names import CaptureName
 from store_svc.writing import early_rows
 from store_svc.writing.early_rows import ArrivedOpens, OpenWaits

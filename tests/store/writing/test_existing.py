@@ -9,8 +9,8 @@ import pytest
 
 from residuum.rpc.errors import Reason
 from residuum.v1 import capture_pb2, store_pb2
-from residuum.wire.frames import append_prefix
 from residuum.wire.labels import LabelValue, to_dict, to_label
+from residuum.wire.rows.frames import append_prefix
 from store_svc.database.db import Table
 from tests.store.support import (
     ABORTED,

@@ -9,8 +9,8 @@ import pytest
 
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, store_pb2
-from residuum.wire.frames import append_prefix
 from residuum.wire.limits import MAX_CAPTURES_PER_OPEN
+from residuum.wire.rows.frames import append_prefix
 from store_svc.captures.lifecycle import Capture
 from store_svc.database.db import DamagedError
 from store_svc.writing.changes import Batch

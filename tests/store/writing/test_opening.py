@@ -12,7 +12,7 @@ import pytest
 from residuum.rpc.errors import Reason
 from residuum.rpc.methods import OPEN_CAPTURE, QUEUED
 from residuum.v1 import capture_pb2, store_pb2
-from residuum.wire.frames import append_prefix
+from residuum.wire.rows.frames import append_prefix
 from tests.store.support import Client, busy_writer, describe, failing_with, grid, make_chunk, rejections, serving
 
 LAYERS = [0, 1, 2]

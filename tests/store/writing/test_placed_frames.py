@@ -12,7 +12,7 @@ import pytest
 
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import store_pb2
-from residuum.wire.frames import parse_chunk, parse_stored, split_chunk
+from residuum.wire.rows.frames import parse_chunk, parse_stored, split_chunk
 from store_svc.captures.capture_names import CaptureName
 from store_svc.captures.catalog import Catalog
 from store_svc.captures.catalog_loading import load_catalog

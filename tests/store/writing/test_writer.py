@@ -13,7 +13,7 @@ import pytest
 
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import store_pb2
-from residuum.wire.frames import parse_chunk
+from residuum.wire.rows.frames import parse_chunk
 from store_svc.captures.capture_names import CaptureName
 from store_svc.captures.catalog import Catalog
 from store_svc.captures.lifecycle import Wait

@@ -18,7 +18,7 @@ from residuum.values.captures.tokens import offsets_of
 from residuum.values.probes.scores import Scores
 from residuum.values.selections.points import parse_point
 from residuum.values.tensors.vector import Vector
-from residuum.wire.projection import projection_matrix
+from residuum.wire.rows.projection import projection_matrix
 
 FloatArray = npt.NDArray[np.float32]
 

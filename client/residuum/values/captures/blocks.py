@@ -9,7 +9,7 @@ from typing import Any, Union
 import numpy as np
 import numpy.typing as npt
 
-from residuum.wire.encodings import RowFormat
+from residuum.wire.rows.encodings import RowFormat
 
 Places = Union[slice, "npt.NDArray[np.intp]"]
 """Some of a block's positions, by their indices."""

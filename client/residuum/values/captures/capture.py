@@ -21,9 +21,9 @@ from residuum.values.selections.layers_and_positions import (
 from residuum.values.selections.points import SITES, parse_points, point_names, site_list, site_numbers
 from residuum.values.tensors.sae import SAE
 from residuum.values.tensors.vector import Vector
-from residuum.wire.encodings import BY_DIMENSION, BY_ROW, ENCODINGS
 from residuum.wire.labels import LabelError, LabelValue, check_labels, to_label
 from residuum.wire.limits import BLOCK_TOKENS, MAX_KEPT_FEATURES, MAX_PROJECTION_VECTORS
+from residuum.wire.rows.encodings import BY_DIMENSION, BY_ROW, ENCODINGS
 
 _UINT32 = (1 << 32) - 1
 

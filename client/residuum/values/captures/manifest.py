@@ -38,8 +38,8 @@ from residuum.values.probes.scores import Scores, kept_scores
 from residuum.values.selections.layers_and_positions import Positions
 from residuum.values.selections.points import SITES
 from residuum.wire.dtypes import dtype_name
-from residuum.wire.encodings import ENCODING_NAMES, FULL8, RAW, RowFormat
 from residuum.wire.labels import LabelValue, to_dict
+from residuum.wire.rows.encodings import ENCODING_NAMES, FULL8, RAW, RowFormat
 
 
 @dataclass(frozen=True)

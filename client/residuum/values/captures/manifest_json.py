@@ -13,7 +13,7 @@ from google.protobuf import json_format
 
 from residuum.v1 import capture_pb2
 from residuum.values.selections.points import SITE_NAMES
-from residuum.wire.encodings import BY_DIMENSION, ENCODING_NAMES, RAW, RowFormat, site_width
+from residuum.wire.rows.encodings import BY_DIMENSION, ENCODING_NAMES, RAW, RowFormat, site_width
 from residuum.wire.selection import is_reduced, layers_at
 
 _OWN_FIELDS = ("request_id", "tp_rank", "tp_world_size", "mode", "compression")

@@ -18,7 +18,7 @@ from residuum.values.model.attention import AttentionLayer
 from residuum.values.steering.gates import MEASURE_NAMES
 from residuum.values.tensors.vector import Vector
 from residuum.wire.dtypes import dtype_name
-from residuum.wire.encodings import ENCODING_NAMES, RAW
+from residuum.wire.rows.encodings import ENCODING_NAMES, RAW
 
 
 @dataclass(frozen=True)

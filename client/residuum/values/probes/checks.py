@@ -15,7 +15,7 @@ from residuum.values.probes.layers import ProbeAttention, ProbeLayer
 from residuum.values.selections.layers_and_positions import layer_list
 from residuum.values.selections.points import site_numbers
 from residuum.values.tensors.vector import as_float32
-from residuum.wire.probes import is_valid_probe_name
+from residuum.wire.probes.arithmetic import is_valid_probe_name
 
 FloatArray = npt.NDArray[np.float32]
 

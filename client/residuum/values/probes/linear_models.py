@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from residuum.exceptions import InvalidRequest
 from residuum.values.tensors.vector import as_float32
-from residuum.wire.probes import is_valid_probe_name
+from residuum.wire.probes.arithmetic import is_valid_probe_name
 
 _OF_PROBABILITIES = {"LogisticRegression", "LinearDiscriminantAnalysis"}
 """Classes of scikit-learn whose probabilities are the sigmoid or the softmax of linear outputs."""

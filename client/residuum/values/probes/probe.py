@@ -32,8 +32,8 @@ from residuum.values.probes.smoothing import Smoothing, smoothing_of
 from residuum.values.selections.items import item_list
 from residuum.values.selections.points import site_numbers
 from residuum.values.tensors.vector import Vector, as_float32
-from residuum.wire.pooling import AttentionPool
-from residuum.wire.probes import evaluate, problem_of_mlp, problem_of_names, problem_of_places
+from residuum.wire.probes.arithmetic import evaluate, problem_of_mlp, problem_of_names, problem_of_places
+from residuum.wire.probes.pooling import AttentionPool
 
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)

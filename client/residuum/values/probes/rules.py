@@ -17,8 +17,8 @@ from residuum.values.selections.items import item_list
 from residuum.values.steering.operation_list import operation_list, steering_spec
 from residuum.values.steering.operations import Operation
 from residuum.values.tensors.numbers import finite_float32
-from residuum.wire.probes import is_valid_probe_name
-from residuum.wire.rules import RuleWatch, problem_of
+from residuum.wire.probes.arithmetic import is_valid_probe_name
+from residuum.wire.probes.rules import RuleWatch, problem_of
 
 ACTIONS = {name.removeprefix("RULE_ACTION_").lower(): number for name, number in rule_pb2.RuleAction.items() if number}
 """What the server may do when a rule fires, by name."""

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from residuum.v1 import probe_pb2
 from residuum.values.probes.probe import Probe
-from residuum.wire.probes import num_outputs
+from residuum.wire.probes.arithmetic import num_outputs
 
 Floats = npt.NDArray[np.float32]
 Scores = dict[str, Floats]

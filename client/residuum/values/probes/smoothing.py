@@ -11,7 +11,7 @@ import numpy.typing as npt
 from residuum.exceptions import InvalidRequest
 from residuum.v1 import probe_pb2
 from residuum.values.tensors.numbers import finite_float32
-from residuum.wire.smoothing import Smoother, from_text, problem_of
+from residuum.wire.probes.smoothing import Smoother, from_text, problem_of
 
 
 class _Smoothing:

@@ -12,7 +12,7 @@ from inference_svc.taps.encodings.check import bytes_of
 from inference_svc.taps.encodings.sae_encoder import encoder_of
 from residuum.v1 import capture_pb2
 from residuum.wire.dtypes import numpy_dtype
-from residuum.wire.encodings import (
+from residuum.wire.rows.encodings import (
     BY_DIMENSION,
     ENCODINGS,
     FULL8,

@@ -19,7 +19,7 @@ from inference_svc.taps.gpu import encoder as gpu_encoder
 from inference_svc.taps.gpu.encoder import FeatureRows, GpuEncoder
 from inference_svc.taps.gpu.host_copies import HostCopies
 from inference_svc.taps.gpu.kernels import encodings, features
-from residuum.wire.encodings import RANDOM_PROJECTIONS, SAE
+from residuum.wire.rows.encodings import RANDOM_PROJECTIONS, SAE
 from residuum.wire.sae import JUMP_RELU, RELU, TOP_K
 from tests.inference.taps.encodings.encoder_cases import Case, cases
 from tests.inference.taps.gpu.copies_without_gpu import without_gpu

@@ -13,8 +13,19 @@ from inference_svc.taps.plan import Capture, RequestPlan, RowEncoding
 from inference_svc.taps.reductions import _Running
 from inference_svc.taps.sink import BlockSink
 from residuum.v1 import capture_pb2
-from residuum.wire.encodings import BY_DIMENSION, ENCODINGS, FP32, FULL8, PROJECT, RAW, RP8, TOPK, RowFormat, basis_of
 from residuum.wire.limits import MAX_CHUNK_BYTES
+from residuum.wire.rows.encodings import (
+    BY_DIMENSION,
+    ENCODINGS,
+    FP32,
+    FULL8,
+    PROJECT,
+    RAW,
+    RP8,
+    TOPK,
+    RowFormat,
+    basis_of,
+)
 from tests.inference.taps_support import CPU, DTYPES, GENERATED, MLP, POST, PROMPT, Ring, Worker, is_wanted, select
 
 HIDDEN, VECTORS = 24, 3

@@ -12,8 +12,8 @@ import torch
 from inference_svc.taps.cpu import encoder
 from inference_svc.taps.encodings.check import CannotEncodeError, _same_features, check_encodings
 from inference_svc.taps.encodings.signs import SignCache
-from residuum.wire.encodings import ENCODINGS, SAE, RowFormat
-from residuum.wire.projection import projection_signs
+from residuum.wire.rows.encodings import ENCODINGS, SAE, RowFormat
+from residuum.wire.rows.projection import projection_signs
 from svc_common.launcher import ROOT
 from tests import encoding_cases
 from tests.encoding_cases import F32

@@ -29,7 +29,7 @@ from inference_svc.taps.gpu.streamed_sink import StreamedSink
 from inference_svc.taps.plan import Capture, RequestPlan, RowEncoding
 from inference_svc.taps.sink import ModelRows
 from residuum.v1 import capture_pb2
-from residuum.wire.encodings import ENCODINGS, PROJECT, RANDOM_PROJECTIONS, SAE, SIZED, RowFormat
+from residuum.wire.rows.encodings import ENCODINGS, PROJECT, RANDOM_PROJECTIONS, SAE, SIZED, RowFormat
 from residuum.wire.sae import JUMP_RELU, TOP_K
 from tests import encoding_cases
 from tests.encoding_cases import B16, F16, F32

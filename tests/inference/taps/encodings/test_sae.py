@@ -19,7 +19,7 @@ from inference_svc.taps.encodings.sae_encoder import encoder_of
 from inference_svc.taps.gpu.host_copies import HostCopies
 from inference_svc.taps.plan import Capture, RequestPlan, RowEncoding
 from residuum.v1 import capture_pb2, sae_pb2
-from residuum.wire.encodings import SAE
+from residuum.wire.rows.encodings import SAE
 from residuum.wire.sae import JUMP_RELU, LAYER_NORM, RELU, TOP_K, EncoderShape
 from tests.encoding_cases import B16, F16, F32, encoder
 from tests.inference.taps.encodings.test_encoding_sink import HIDDEN, MLP, POST, Engine

@@ -14,7 +14,7 @@ from inference_svc.taps.encodings.projections import KEPT_BYTES
 from inference_svc.taps.encodings.signs import IDLE_BYTES, IDLE_MATRICES, SignCache, Signs, max_sign_bytes
 from inference_svc.taps.plan import RequestPlan
 from residuum.v1 import capture_pb2
-from residuum.wire.projection import projection_signs
+from residuum.wire.rows.projection import projection_signs
 from tests.inference.taps.encodings.test_encoding_sink import HIDDEN, Engine, capture, encoding_of
 from tests.inference.taps_support import CPU
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from google.protobuf.message import DecodeError
 
 from residuum.v1 import errors_pb2, store_pb2
-from residuum.wire.frames import Buffer, FrameError, length_prefix, set_apart
+from residuum.wire.rows.frames import Buffer, FrameError, length_prefix, set_apart
 
 BATCH_BYTES = 1 << 20
 """The size at which a message is sent. Measured: messages of 256 KiB to 2 MiB are read equally fast, larger ones are

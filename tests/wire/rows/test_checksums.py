@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from residuum.wire.checksums import combined
-from residuum.wire.frames import checksum
+from residuum.wire.rows.checksums import combined
+from residuum.wire.rows.frames import checksum
 
 
 @given(st.binary(max_size=4000), st.integers(1, 40))

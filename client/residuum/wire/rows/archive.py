@@ -18,7 +18,7 @@ from typing import TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from residuum.v1 import archive_pb2, capture_pb2
-from residuum.wire.frames import checksum
+from residuum.wire.rows.frames import checksum
 
 _M = TypeVar("_M", bound=Message)
 

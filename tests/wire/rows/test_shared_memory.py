@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from residuum.wire.shared_memory import (
+from residuum.wire.rows.shared_memory import (
     READ,
     WRITE,
     Hello,

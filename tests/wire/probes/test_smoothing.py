@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 
 from residuum.v1 import probe_pb2
 from residuum.wire.limits import MAX_SMOOTHING_WINDOW
-from residuum.wire.smoothing import Smoother, problem_of
+from residuum.wire.probes.smoothing import Smoother, problem_of
 
 SCORES = hnp.arrays(
     np.float32,

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from residuum.v1 import capture_pb2, store_pb2, tensor_pb2
-from residuum.wire import frames
 from residuum.wire.limits import MAX_CHUNK_BYTES, MAX_CHUNK_POSITIONS, MAX_MESSAGE_BYTES
+from residuum.wire.rows import frames
 
 DTYPES = {
     tensor_pb2.DATA_TYPE_FLOAT32: np.float32,

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from residuum.v1 import probe_pb2
-from residuum.wire.pooling import AttentionPool
-from residuum.wire.probes import num_outputs, problem_of_attention
+from residuum.wire.probes.arithmetic import num_outputs, problem_of_attention
+from residuum.wire.probes.pooling import AttentionPool
 
 
 def probe(heads, outputs, position_weights=()):

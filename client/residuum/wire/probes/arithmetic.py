@@ -114,7 +114,7 @@ def evaluate(probe: probe_pb2.Probe, outputs: FloatArray) -> FloatArray:
     Args:
         probe: A valid probe; see `problem_of_mlp`. The values of its vectors are not needed.
         outputs: float32 [rows, outputs of its first layer]: the inner products with the vectors, plus the biases. Of a
-            probe with attention, the pooled outputs; see `residuum.wire.pooling`.
+            probe with attention, the pooled outputs; see `residuum.wire.probes.pooling`.
     """
     for layer in probe.mlp:
         with np.errstate(over="ignore", invalid="ignore"):

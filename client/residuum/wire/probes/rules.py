@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from residuum.v1 import probe_pb2
-from residuum.wire.probes import num_outputs
+from residuum.wire.probes.arithmetic import num_outputs
 
 if TYPE_CHECKING:
     import numpy as np

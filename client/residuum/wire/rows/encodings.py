@@ -16,7 +16,7 @@ import numpy as np
 from residuum.v1 import capture_pb2, tensor_pb2
 from residuum.wire.dtypes import dtype_name, numpy_dtype
 from residuum.wire.limits import DEFAULT_KEPT_FEATURES, MAX_KEPT_FEATURES, MAX_SAE_FEATURES
-from residuum.wire.projection import projection_matrix
+from residuum.wire.rows.projection import projection_matrix
 from residuum.wire.sae import Encoder
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ import crc32c as _crc32c
 from google.protobuf.message import DecodeError
 
 from residuum.v1 import capture_pb2, store_pb2
-from residuum.wire.encodings import RowFormat
 from residuum.wire.limits import MAX_CHUNK_POSITIONS
-from residuum.wire.shared_memory import Payloads, Place, SharedMemoryError
+from residuum.wire.rows.encodings import RowFormat
+from residuum.wire.rows.shared_memory import Payloads, Place, SharedMemoryError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from residuum.wire.projection import projection_factor, projection_matrix, projection_signs
+from residuum.wire.rows.projection import projection_factor, projection_matrix, projection_signs
 
-FILE = Path(__file__).parents[2] / "protos" / "residuum" / "v1" / "projection_signs.json"
+FILE = Path(__file__).parents[3] / "protos" / "residuum" / "v1" / "projection_signs.json"
 VECTORS = json.loads(FILE.read_text())
 MODULUS = 1 << 64
 

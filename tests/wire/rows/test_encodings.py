@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as hnp
 
 from residuum.v1 import capture_pb2
 from residuum.wire.dtypes import numpy_dtype
-from residuum.wire.encodings import (
+from residuum.wire.rows.encodings import (
     BF16,
     BY_DIMENSION,
     BY_ROW,
@@ -34,7 +34,7 @@ from residuum.wire.encodings import (
     RowFormat,
     basis_of,
 )
-from residuum.wire.frames import FrameError, parse_chunk
+from residuum.wire.rows.frames import FrameError, parse_chunk
 from tests.encoding_cases import B16, F16, F32, FORMATS, WIDTH, basis, rows
 
 FINITE = st.floats(min_value=-(2.0**100), max_value=2.0**100, width=32)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from residuum.v1 import probe_pb2, rule_pb2
-from residuum.wire.rules import RuleWatch, problem_of
+from residuum.wire.probes.rules import RuleWatch, problem_of
 
 SIGMOID = probe_pb2.PROBE_ACTIVATION_SIGMOID
 SCORES = st.lists(st.one_of(st.floats(-2, 2, width=32), st.just(math.nan)), max_size=30)

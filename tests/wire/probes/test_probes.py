@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from residuum.v1 import probe_pb2
-from residuum.wire.probes import activate, erf, evaluate, is_valid_probe_name, num_outputs, problem_of_mlp
+from residuum.wire.probes.arithmetic import activate, erf, evaluate, is_valid_probe_name, num_outputs, problem_of_mlp
 
 RELU = probe_pb2.HIDDEN_ACTIVATION_RELU
 NONE = probe_pb2.PROBE_ACTIVATION_UNSPECIFIED

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from residuum.v1 import capture_pb2, errors_pb2, store_pb2
-from residuum.wire.capture_batches import parse_captures
-from residuum.wire.frames import FrameError
+from residuum.wire.rows.capture_batches import parse_captures
+from residuum.wire.rows.frames import FrameError
 
 chunks = st.builds(
     lambda size, crc32c: capture_pb2.Chunk(crc32c=crc32c, payload=bytes(size)),
