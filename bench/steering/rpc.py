@@ -18,7 +18,7 @@ import numpy.typing as npt
 import residuum
 from bench.output import table
 from bench.processes import Helper, RunFailedError
-from residuum.protocol import vector_upload
+from residuum.protocol.generation import vector_upload
 from residuum.protocol.requests import plan_spec
 from residuum.v1 import inference_pb2, tensor_pb2
 from residuum.wire.digests import digest_of_bytes

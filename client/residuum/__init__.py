@@ -88,9 +88,9 @@ if TYPE_CHECKING:
     )
     from residuum.exports.job import Export
     from residuum.extraction.reader import Extracted, ExtractSummary, LayerRows
-    from residuum.protocol.lens import LogitLens, Unembedding
-    from residuum.protocol.patching import PatchSweep
-    from residuum.protocol.reading import Piece
+    from residuum.protocol.captures.reading import Piece
+    from residuum.protocol.generation.lens import LogitLens, Unembedding
+    from residuum.protocol.generation.patching import PatchSweep
     from residuum.protocol.sampling import Sampling
     from residuum.rpc.credentials import TLS
     from residuum.serving import serve
@@ -124,10 +124,10 @@ if TYPE_CHECKING:
 _MODULES = {
     "Lens": "residuum.values.tensors.lens",
     "LensMap": "residuum.values.tensors.lens",
-    "LogitLens": "residuum.protocol.lens",
-    "Unembedding": "residuum.protocol.lens",
-    "PatchSweep": "residuum.protocol.patching",
-    "Piece": "residuum.protocol.reading",
+    "LogitLens": "residuum.protocol.generation.lens",
+    "Unembedding": "residuum.protocol.generation.lens",
+    "PatchSweep": "residuum.protocol.generation.patching",
+    "Piece": "residuum.protocol.captures.reading",
     "Sampling": "residuum.protocol.sampling",
     "Activations": "residuum.values.captures.activations",
     "EMA": "residuum.values.probes.smoothing",

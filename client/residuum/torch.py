@@ -37,8 +37,8 @@ from residuum.captures.row_stream import (
 )
 from residuum.client import Client
 from residuum.exceptions import InvalidRequest
+from residuum.protocol.captures.many import check_choice, check_ids, check_some, warn_of_left_out, warn_of_no_rows
 from residuum.protocol.deadlines import Deadline
-from residuum.protocol.many import check_choice, check_ids, check_some, warn_of_left_out, warn_of_no_rows
 from residuum.protocol.requests import RequestLike
 from residuum.values.selections.layers_and_positions import LayersLike, PositionsLike, index_list
 from residuum.values.selections.points import SITES as _SITE_NUMBERS

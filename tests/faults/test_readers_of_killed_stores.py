@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import residuum
-from residuum.protocol.reading import Piece
+from residuum.protocol.captures.reading import Piece
 from residuum.transport.connections import ReadRetries
 from residuum.v1 import store_pb2
 from residuum.wire.rows.frames import append_prefix, checksum, chunk_prefix

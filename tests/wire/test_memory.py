@@ -32,7 +32,7 @@ def faults(setup):
     "setup",
     [
         "from svc_common.memory import keep_memory; assert keep_memory()",
-        "from residuum.protocol.reading import Reading, ReadPlan; Reading(ReadPlan(None, False))",
+        "from residuum.protocol.captures.reading import Reading, ReadPlan; Reading(ReadPlan(None, False))",
     ],
     ids=["a service", "a client that reads"],
 )

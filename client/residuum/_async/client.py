@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from residuum import exceptions as exc
 from residuum._async import io
 from residuum._async.generation import AsyncGenerationClient
-from residuum.protocol.lens import LensPlan, LogitLens, Transform, Unembedding, UnembedPlan, stream_of
-from residuum.protocol.patching import Metric, PatchSweep, SweepPlan
+from residuum.protocol.generation.lens import LensPlan, LogitLens, Transform, Unembedding, UnembedPlan, stream_of
+from residuum.protocol.generation.patching import Metric, PatchSweep, SweepPlan
 from residuum.protocol.requests import Prompt, RequestLike
 from residuum.transport import health
 from residuum.v1 import inference_pb2

@@ -12,12 +12,12 @@ import grpc.aio
 
 from residuum import exceptions as exc
 from residuum._async import io
+from residuum.protocol.captures.many import ManyReading, not_found
+from residuum.protocol.captures.reading import Reading, ReadPlan
+from residuum.protocol.captures.stores import READ_STORE_ALONE, Search, StoreDirectory
+from residuum.protocol.captures.tenants import check_tenant, for_tenant
 from residuum.protocol.deadlines import Deadline, get_request
 from residuum.protocol.endpoints import check_endpoint
-from residuum.protocol.many import ManyReading, not_found
-from residuum.protocol.reading import Reading, ReadPlan
-from residuum.protocol.stores import READ_STORE_ALONE, Search, StoreDirectory
-from residuum.protocol.tenants import check_tenant, for_tenant
 from residuum.rpc.channels import open_aio_channel
 from residuum.rpc.credentials import TLS
 from residuum.transport.connection_settings import Token, check_channel, opener, resolve_credentials

@@ -7,7 +7,7 @@ from typing import Any
 
 from residuum import exceptions as exc
 from residuum._async.searches import AsyncSearchClient
-from residuum.protocol import sae_upload, vector_upload
+from residuum.protocol.generation import sae_upload, vector_upload
 from residuum.v1 import inference_pb2
 from residuum.values.probes.probe import Probe, probe_list
 from residuum.values.replies.uploads import PutResult, PutSAEResult

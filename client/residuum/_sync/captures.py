@@ -14,10 +14,9 @@ from residuum import exceptions as exc
 from residuum._sync import io
 from residuum._sync.deleting import DeletionClient
 from residuum.exports.job import Export, ExportJob
-from residuum.protocol.deadlines import Deadline, get_request, label_request, list_request
-from residuum.protocol.deleting import check_deletion
-from residuum.protocol.listing import Listing, check_place, read_token
-from residuum.protocol.many import (
+from residuum.protocol.captures.deleting import check_deletion
+from residuum.protocol.captures.listing import Listing, check_place, read_token
+from residuum.protocol.captures.many import (
     MESSAGE_STREAMS,
     check_choice,
     check_filter,
@@ -29,9 +28,10 @@ from residuum.protocol.many import (
     warn_of_left_out,
     warn_of_no_rows,
 )
-from residuum.protocol.reading import Piece, Reading, ReadPlan, plan_read
+from residuum.protocol.captures.reading import Piece, Reading, ReadPlan, plan_read
+from residuum.protocol.captures.stores import silent_store
+from residuum.protocol.deadlines import Deadline, get_request, label_request, list_request
 from residuum.protocol.requests import RequestLike, check_capture_id
-from residuum.protocol.stores import silent_store
 from residuum.transport.connections import ReadRetries
 from residuum.transport.progress import progress_bar
 from residuum.v1 import store_pb2

@@ -8,7 +8,13 @@ from collections.abc import Sequence
 from residuum import exceptions as exc
 from residuum._sync import io
 from residuum._sync.stores import StoreClient
-from residuum.protocol.deleting import CALLS_AT_ONCE, DELETIONS_AT_ONCE, Outcomes, deletion_outcomes, not_deleted
+from residuum.protocol.captures.deleting import (
+    CALLS_AT_ONCE,
+    DELETIONS_AT_ONCE,
+    Outcomes,
+    deletion_outcomes,
+    not_deleted,
+)
 from residuum.transport.failures import is_unknown_call
 from residuum.v1 import store_pb2
 from residuum.wire.limits import MAX_CAPTURES_PER_DELETION

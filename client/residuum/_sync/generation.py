@@ -13,9 +13,10 @@ from residuum._sync.batches import run_as_completed, run_batch
 from residuum._sync.streams import Stream, make_stream
 from residuum._sync.tokens import accept
 from residuum._sync.uploads import UploadClient
-from residuum.protocol import older_servers, vector_upload
-from residuum.protocol.events import ReplyBuilder
-from residuum.protocol.reading import Reading, plan_read
+from residuum.protocol import older_servers
+from residuum.protocol.captures.reading import Reading, plan_read
+from residuum.protocol.generation import vector_upload
+from residuum.protocol.generation.events import ReplyBuilder
 from residuum.protocol.requests import (
     GenerationPlan,
     Prompt,

@@ -11,10 +11,10 @@ import grpc
 from residuum import exceptions as exc
 from residuum._sync import io
 from residuum._sync.captures import CaptureClient
+from residuum.protocol.captures.searching import SearchAnswer, merged, search_request
+from residuum.protocol.captures.tenants import for_tenant
 from residuum.protocol.deadlines import Deadline
 from residuum.protocol.requests import RequestLike
-from residuum.protocol.searching import SearchAnswer, merged, search_request
-from residuum.protocol.tenants import for_tenant
 from residuum.transport.connections import ReadRetries
 from residuum.transport.failures import is_unknown_call
 from residuum.transport.progress import progress_bar

@@ -9,7 +9,7 @@ from residuum._sync.tokens import TokenStream, accept
 if TYPE_CHECKING:
     from residuum._sync.io import Call
     from residuum._sync.tokens import Start, Update
-    from residuum.protocol.events import ReplyBuilder
+    from residuum.protocol.generation.events import ReplyBuilder
 
 
 class Stream(TokenStream):

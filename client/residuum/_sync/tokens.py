@@ -10,7 +10,7 @@ import grpc
 
 from residuum._sync import io
 from residuum.exceptions import ResiduumError
-from residuum.protocol.events import ReplyBuilder
+from residuum.protocol.generation.events import ReplyBuilder
 from residuum.transport.failures import from_generation_error
 from residuum.v1 import inference_pb2
 from residuum.values.replies.generation import Reply, TokenDelta

@@ -16,8 +16,7 @@ from residuum import exceptions as exc
 from residuum.captures.archive_index import ArchiveIndex, Entry, tenant_name
 from residuum.captures.archived_chunks import chunks_of
 from residuum.exports.job import Export, ExportJob
-from residuum.protocol.deadlines import Deadline, list_request
-from residuum.protocol.many import (
+from residuum.protocol.captures.many import (
     check_choice,
     check_filter,
     check_ids,
@@ -27,9 +26,10 @@ from residuum.protocol.many import (
     warn_of_left_out,
     warn_of_no_rows,
 )
-from residuum.protocol.reading import Piece, Reading, ReadPlan, plan_read
+from residuum.protocol.captures.reading import Piece, Reading, ReadPlan, plan_read
+from residuum.protocol.captures.tenants import check_tenant
+from residuum.protocol.deadlines import Deadline, list_request
 from residuum.protocol.requests import RequestLike, check_capture_id
-from residuum.protocol.tenants import check_tenant
 from residuum.rpc.extras import install_extra
 from residuum.rpc.objects import ArchiveError, MissingObjectError, Objects
 from residuum.transport.progress import progress_bar

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from residuum.exceptions import InvalidRequest, OpenCapture
-from residuum.protocol.reading import Piece, Reading, ReadPlan, chosen_layers, not_complete, plan_read
+from residuum.protocol.captures.reading import Piece, Reading, ReadPlan, chosen_layers, not_complete, plan_read
 from residuum.v1 import selection_pb2
 from residuum.values.captures.activations import Activations
 from residuum.values.captures.manifest import Manifest

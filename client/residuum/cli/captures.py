@@ -21,7 +21,7 @@ from residuum.cli.labels import add_where, labels_text
 from residuum.cli.output import Output, age, size
 from residuum.cli.parser import positive_count
 from residuum.exports.formats import FORMATS
-from residuum.protocol.deleting import DELETIONS_AT_ONCE
+from residuum.protocol.captures.deleting import DELETIONS_AT_ONCE
 from residuum.protocol.requests import check_capture_id
 
 _STATES = ("open", "complete", "incomplete", "aborted")

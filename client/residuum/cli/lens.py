@@ -9,7 +9,7 @@ import residuum
 from residuum.cli.connection import open_client
 from residuum.cli.output import Output
 from residuum.cli.steering import POSITIONS_HELP
-from residuum.protocol.lens import visible
+from residuum.protocol.generation.lens import visible
 
 EXAMPLES = """\
 PROMPT

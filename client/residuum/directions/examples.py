@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from residuum.exceptions import BadVector, InvalidRequest, UnknownLayer
-from residuum.protocol.reading import not_complete
+from residuum.protocol.captures.reading import not_complete
 from residuum.values.captures.activations import Activations
 from residuum.values.captures.manifest import Manifest
 from residuum.values.selections.layers_and_positions import (

@@ -20,7 +20,7 @@ from residuum.extraction.service import Service
 from residuum.extraction.services import goes_away
 from residuum.extraction.shards import SHARD_PROMPTS, Shard, ShardInfo
 from residuum.extraction.spec import JobSpec, OnError
-from residuum.protocol.reading import not_complete, plan_read
+from residuum.protocol.captures.reading import not_complete, plan_read
 from residuum.values.captures.activations import Activations
 
 _READ_BYTES = 64 << 20

@@ -19,8 +19,8 @@ from residuum.client import Client
 from residuum.exceptions import InvalidRequest
 from residuum.exports.arrow import batches_of, row_batch, schema_of, token_texts
 from residuum.exports.parts import portable
+from residuum.protocol.captures.many import check_choice, check_filter, check_ids, check_some, warn_of_left_out
 from residuum.protocol.deadlines import Deadline
-from residuum.protocol.many import check_choice, check_filter, check_ids, check_some, warn_of_left_out
 from residuum.protocol.requests import RequestLike
 from residuum.values.selections.layers_and_positions import LayersLike, PositionsLike, index_list
 from residuum.wire.labels import LabelValue

@@ -6,8 +6,8 @@ import grpc
 import grpc.aio
 
 from residuum import exceptions as exc
-from residuum.protocol.events import ReplyBuilder
 from residuum.protocol.failures import EXCEPTIONS
+from residuum.protocol.generation.events import ReplyBuilder
 from residuum.rpc.errors import failure_from_rpc_error, with_site_names
 
 _BY_CODE: dict[grpc.StatusCode, type[exc.ResiduumError]] = {

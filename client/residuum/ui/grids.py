@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from residuum.exceptions import ResiduumError
-from residuum.protocol.lens import Unembedding
+from residuum.protocol.generation.lens import Unembedding
 from residuum.ui.answers import (
     FAILURES,
     Event,

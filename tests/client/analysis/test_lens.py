@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import residuum
-from residuum.protocol import lens as protocol
+from residuum.protocol.generation import lens as protocol
 from tests.client.support.peer import HIDDEN, LAYERS
 
 

@@ -17,7 +17,7 @@ from hypothesis.extra import numpy as hnp
 from safetensors.numpy import load_file, save_file
 
 import residuum
-from residuum.protocol.events import ReplyBuilder
+from residuum.protocol.generation.events import ReplyBuilder
 from residuum.protocol.requests import plan_spec
 from residuum.v1 import capture_pb2, inference_pb2, probe_pb2, tensor_pb2
 from tests.client.support.peer import HIDDEN, POST, rows

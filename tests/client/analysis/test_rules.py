@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import residuum
-from residuum.protocol.events import ReplyBuilder
+from residuum.protocol.generation.events import ReplyBuilder
 from residuum.v1 import capture_pb2, inference_pb2, probe_pb2, rule_pb2, steering_pb2
 from residuum.values.captures.manifest_json import from_document
 from tests.client.support.peer import HIDDEN

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import residuum
-from residuum.protocol.many import MESSAGE_STREAMS, most_streams, split_reads
+from residuum.protocol.captures.many import MESSAGE_STREAMS, most_streams, split_reads
 from residuum.v1 import store_pb2
 from tests.client.support.flaky_store import Unknown
 from tests.client.support.peer import HIDDEN, POST, PRE, rows
@@ -316,7 +316,7 @@ async def test_rows_of_different_widths_are_refused(client, replies):
 def many_cores(monkeypatch):
     """A machine on which lists are read in several streams."""
     monkeypatch.setattr("os.cpu_count", lambda: 16)
-    monkeypatch.setattr("residuum.protocol.many._MIN_PART", 1)
+    monkeypatch.setattr("residuum.protocol.captures.many._MIN_PART", 1)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import residuum
-from residuum.protocol.reading import Reading, plan_read
+from residuum.protocol.captures.reading import Reading, plan_read
 from residuum.v1 import capture_pb2, selection_pb2, store_pb2, tensor_pb2
 from tests.client.support.peer import HIDDEN, POST, chunk, rows
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import residuum
-from residuum.protocol.events import ReplyBuilder
+from residuum.protocol.generation.events import ReplyBuilder
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, inference_pb2
 from tests.client.support.peer import LAYERS

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import residuum
-from residuum.protocol.events import ReplyBuilder
+from residuum.protocol.generation.events import ReplyBuilder
 from residuum.v1 import capture_pb2, inference_pb2
 from residuum.values.captures.tokens import offsets_of, split_texts
 from tests.client.captures.test_manifest_json import SCHEMA

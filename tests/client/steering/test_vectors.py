@@ -141,7 +141,7 @@ async def test_evicted_vectors_of_a_registration_are_sent_again(client, peer):
 
 
 async def test_many_vectors_are_sent_in_several_calls(client, peer, monkeypatch):
-    monkeypatch.setattr("residuum.protocol.vector_upload.MAX_VECTORS_PER_CALL", 2)
+    monkeypatch.setattr("residuum.protocol.generation.vector_upload.MAX_VECTORS_PER_CALL", 2)
     sent = await client.put_vectors([vector(seed) for seed in range(20, 25)])
     assert sent.sent == 5
     assert peer.calls == ["FindMissingVectors", *["PutVectors"] * 3]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import residuum
-from residuum.protocol.listing import Listing, read_token
+from residuum.protocol.captures.listing import Listing, read_token
 from residuum.v1 import store_pb2
 from residuum.wire.placement import StoreAddress
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import residuum
-from residuum.protocol.searching import SearchAnswer, merged
+from residuum.protocol.captures.searching import SearchAnswer, merged
 from residuum.v1 import store_pb2
 from tests.client.support.flaky_store import Unknown
 from tests.client.support.peer import HIDDEN

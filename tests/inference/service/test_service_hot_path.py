@@ -18,7 +18,7 @@ import residuum.rpc
 from inference_svc.admission.admission import Admission
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.sampling import sampling_params
-from residuum.protocol.events import ReplyBuilder
+from residuum.protocol.generation.events import ReplyBuilder
 from residuum.v1 import inference_pb2
 from tests.inference.engine.test_engine import FakeLLM, completion
 from tests.inference.service_support import FACTS, ask, spec

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from residuum.exceptions import InvalidRequest, NoTokenTexts
-from residuum.protocol.grid_picture import Cell, grid_picture
+from residuum.protocol.generation.grid_picture import Cell, grid_picture
 from residuum.v1 import inference_pb2
 from residuum.values.captures.activations import Activations
 from residuum.values.tensors.lens import Lens, LensMap

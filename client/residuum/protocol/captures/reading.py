@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from residuum import exceptions as exc
+from residuum.protocol.captures.rows import Allocate, RowGrid, Wanted, partial_block, whole_block
 from residuum.protocol.requests import RequestLike, check_capture_id
-from residuum.protocol.rows import Allocate, RowGrid, Wanted, partial_block, whole_block
 from residuum.v1 import capture_pb2, store_pb2
 from residuum.values.captures.activations import Activations
 from residuum.values.captures.blocks import AnyBlock

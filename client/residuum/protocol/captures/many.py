@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from residuum import exceptions as exc
+from residuum.protocol.captures.reading import Reading, ReadPlan, SharedPayloads
 from residuum.protocol.failures import from_item_error
-from residuum.protocol.reading import Reading, ReadPlan, SharedPayloads
 from residuum.protocol.requests import RequestLike, check_capture_id
 from residuum.v1 import store_pb2
 from residuum.values.captures.activations import Activations

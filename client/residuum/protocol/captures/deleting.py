@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from residuum import exceptions as exc
+from residuum.protocol.captures.many import not_found
 from residuum.protocol.failures import from_item_error
-from residuum.protocol.many import not_found
 from residuum.protocol.requests import RequestLike
 from residuum.v1 import store_pb2
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from residuum.exceptions import InvalidRequest, NoTokenTexts
-from residuum.protocol.grid_picture import Cell, grid_picture
+from residuum.protocol.generation.grid_picture import Cell, grid_picture
 from residuum.values.captures.activations import Activations
 from residuum.values.replies.generation import Reply
 from residuum.values.steering.operations import Set

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from residuum import exceptions as exc
+from residuum.protocol.captures.many import check_choice, check_ids
 from residuum.protocol.deadlines import list_request
-from residuum.protocol.many import check_choice, check_ids
 from residuum.protocol.requests import RequestLike
 from residuum.v1 import store_pb2
 from residuum.values.captures.rows import check_one

@@ -1,0 +1,1 @@
+"""Finds, lists, reads, searches and deletes captures in one store or several. No I/O."""
