@@ -87,7 +87,7 @@ if TYPE_CHECKING:
         Unreachable,
     )
     from residuum.exports.job import Export
-    from residuum.extraction.reader import Extracted, ExtractSummary, LayerRows
+    from residuum.extraction.results.reader import Extracted, ExtractSummary, LayerRows
     from residuum.protocol.captures.reading import Piece
     from residuum.protocol.generation.lens import LogitLens, Unembedding
     from residuum.protocol.generation.patching import PatchSweep
@@ -148,9 +148,9 @@ _MODULES = {
     "Stream": "residuum.client",
     "Directions": "residuum.directions.values",
     "Export": "residuum.exports.job",
-    "ExtractSummary": "residuum.extraction.reader",
-    "Extracted": "residuum.extraction.reader",
-    "LayerRows": "residuum.extraction.reader",
+    "ExtractSummary": "residuum.extraction.results.reader",
+    "Extracted": "residuum.extraction.results.reader",
+    "LayerRows": "residuum.extraction.results.reader",
     "Logprobs": "residuum.values.replies.logprobs",
     "Manifest": "residuum.values.captures.manifest",
     "RowSet": "residuum.values.captures.manifest_records",

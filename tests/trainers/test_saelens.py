@@ -24,8 +24,8 @@ from sae_lens.training.activations_store import ActivationsStore
 from sae_lens.training.multi_sae_trainer import MultiSAETrainer
 
 import residuum
-from residuum.extraction.inputs import Items, ListedRows
-from residuum.extraction.packing import PackedItems
+from residuum.extraction.inputs.packing import PackedItems
+from residuum.extraction.inputs.prompts import Items, ListedRows
 from residuum.training import SAELensData
 
 BATCH, STEPS = 256, 600

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from residuum._async.client import AsyncClient
     from residuum.exports.job import Export, ExportJob
     from residuum.exports.target import Workplace
-    from residuum.extraction.inputs import Source
-    from residuum.extraction.reader import Extracted
+    from residuum.extraction.inputs.prompts import Source
+    from residuum.extraction.results.reader import Extracted
     from residuum.values.captures.activations import Activations
 
     Call = grpc.aio.UnaryStreamCall[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]

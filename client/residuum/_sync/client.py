@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from typing_extensions import Self, Unpack
 
-    from residuum.extraction.inputs import Source
-    from residuum.extraction.reader import Extracted
+    from residuum.extraction.inputs.prompts import Source
+    from residuum.extraction.results.reader import Extracted
     from residuum.protocol.sampling import Sampling
     from residuum.rpc.credentials import TLS
     from residuum.transport.connection_settings import Token

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from residuum._sync.client import Client
     from residuum.exports.job import Export, ExportJob
     from residuum.exports.target import Workplace
-    from residuum.extraction.inputs import Source
-    from residuum.extraction.reader import Extracted
+    from residuum.extraction.inputs.prompts import Source
+    from residuum.extraction.results.reader import Extracted
     from residuum.values.captures.activations import Activations
 
     class Call(Iterator[inference_pb2.GenerateResponse], Protocol):

@@ -18,8 +18,8 @@ from residuum.cli.generate import add_capture, capture_of
 from residuum.cli.output import Output, age, size
 from residuum.cli.parser import DEFAULT_ENDPOINT, Parser, positive_count
 from residuum.extraction.estimate import Estimate, estimate
-from residuum.extraction.exporting import FORMATS, check_export
 from residuum.extraction.job import job_of, run_in_thread
+from residuum.extraction.results.exporting import FORMATS, check_export
 from residuum.extraction.spec import DEFAULT_SHARD_BYTES
 
 EXAMPLES = """\

@@ -17,15 +17,15 @@ from typing import Any, Protocol
 from residuum._async.client import AsyncClient
 from residuum.exceptions import EmptyCaptureWarning, InvalidRequest
 from residuum.extraction.folder import JobFolder, open_folder
-from residuum.extraction.inputs import Items, Source, open_rows
-from residuum.extraction.packing import PackedItems
+from residuum.extraction.inputs.packing import PackedItems
+from residuum.extraction.inputs.prompts import Items, Source, open_rows
+from residuum.extraction.inputs.tokenizer import Tokenizer
 from residuum.extraction.progress import show_progress, show_reading
-from residuum.extraction.prompt import PromptSender
-from residuum.extraction.reader import Extracted, ExtractSummary
-from residuum.extraction.runner import Runner, clean_up
-from residuum.extraction.services import Services
+from residuum.extraction.results.reader import Extracted, ExtractSummary
+from residuum.extraction.running.prompt_sender import PromptSender
+from residuum.extraction.running.runner import Runner, clean_up
+from residuum.extraction.running.services import Services
 from residuum.extraction.spec import JobSpec, OnError
-from residuum.extraction.tokenizer import Tokenizer
 from residuum.protocol.requests import stored_rows
 from residuum.transport.batches import check_concurrency
 from residuum.values.model.info import ModelInfo

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from residuum.exceptions import InvalidRequest, ResiduumError
 from residuum.exports.parts import portable
-from residuum.extraction.services import Services
+from residuum.extraction.running.services import Services
 from residuum.extraction.shards import Shard
 from residuum.extraction.spec import JobSpec
 from residuum.values.selections.points import transformer_lens_name

@@ -15,14 +15,14 @@ from ray import get_runtime_context
 from ray.data import ActorPoolStrategy, Dataset
 
 from residuum.exceptions import ExtractStopped, InvalidRequest, ResiduumError
-from residuum.extraction.inputs import Items
+from residuum.extraction.inputs.prompts import Items
+from residuum.extraction.inputs.tables import TableRows
 from residuum.extraction.job import names_of, with_stored_rows
-from residuum.extraction.prompt import PromptSender
-from residuum.extraction.runner import Runner, clean_up
-from residuum.extraction.services import Services
+from residuum.extraction.running.prompt_sender import PromptSender
+from residuum.extraction.running.runner import Runner, clean_up
+from residuum.extraction.running.services import Services
 from residuum.extraction.shards import Shard, ShardInfo
 from residuum.extraction.spec import JobSpec, OnError, OnLong
-from residuum.extraction.tables import TableRows
 from residuum.ray.extracted_rows import ShardTables
 from residuum.ray.places import Places, places_of
 from residuum.values.captures.capture import Capture

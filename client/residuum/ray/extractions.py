@@ -15,8 +15,8 @@ from ray.data.block import BlockMetadata
 from ray.data.datasource import ReadTask
 
 from residuum.exceptions import InvalidRequest
-from residuum.extraction.reader import Extracted
-from residuum.extraction.tables_out import Layout, Table
+from residuum.extraction.results.reader import Extracted
+from residuum.extraction.results.tables_out import Layout, Table
 
 
 def read_extracted(

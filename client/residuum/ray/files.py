@@ -13,7 +13,7 @@ import ray
 from pyarrow import fs
 
 from residuum.exceptions import InvalidRequest
-from residuum.extraction.splits import files_of_folder, files_of_split
+from residuum.extraction.inputs.splits import files_of_folder, files_of_split
 from residuum.ray.extracting import extract
 from residuum.ray.service_actor import ServicePlan
 from residuum.ray.services import Need, RayServices, running

@@ -12,7 +12,7 @@ from ray.exceptions import RayActorError
 
 from residuum._async.client import AsyncClient
 from residuum.exceptions import InvalidRequest, Unavailable, Unreachable
-from residuum.extraction.services import Services
+from residuum.extraction.running.services import Services
 from residuum.ray.services import RayServices
 from residuum.transport.connections import LONGEST_OUTAGE_SECONDS
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from residuum.exceptions import InvalidRequest
-from residuum.extraction.reader import Extracted, LayerRows
+from residuum.extraction.results.reader import Extracted, LayerRows
 from residuum.training.order import Group, Layout, Numbers, Order
 from residuum.values.selections.points import parse_point
 

@@ -21,8 +21,8 @@ from residuum._async.client import AsyncClient
 from residuum.extraction import folder as folder_module
 from residuum.extraction import shards
 from residuum.extraction.folder import open_folder
-from residuum.extraction.runner import Runner
-from residuum.extraction.services import Services
+from residuum.extraction.running.runner import Runner
+from residuum.extraction.running.services import Services
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, inference_pb2
 from tests.client.support.peer import HIDDEN, POST, rows

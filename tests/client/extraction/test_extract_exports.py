@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import residuum
-from residuum.extraction import tables_out, tensors_out
+from residuum.extraction.results import tables_out, tensors_out
 from tests.client.extraction.test_extract import WHAT, stopped
 from tests.client.support.extraction_files import write_extraction
 from tests.client.support.peer import HIDDEN
@@ -67,8 +67,8 @@ async def test_prompts_of_many_lengths_have_a_row_for_each_token(client, tmp_pat
 
 
 async def test_many_files_are_one_dataset(client, tmp_path, monkeypatch):
-    monkeypatch.setattr("residuum.extraction.tables_out._PIECE_BYTES", 1000)
-    monkeypatch.setattr("residuum.extraction.tables_out._FILE_BYTES", 2000)
+    monkeypatch.setattr("residuum.extraction.results.tables_out._PIECE_BYTES", 1000)
+    monkeypatch.setattr("residuum.extraction.results.tables_out._FILE_BYTES", 2000)
     rows = await client.extract(SOURCE, tmp_path / "rows", capture=WHAT, shard_bytes=300, progress=False)
     out = rows.export(tmp_path / "out")
     assert len(list(out.glob("*.arrow"))) > 1

@@ -11,7 +11,7 @@ import pytest
 from pyarrow import parquet
 
 import residuum
-from residuum.extraction.inputs import Items, open_rows
+from residuum.extraction.inputs.prompts import Items, open_rows
 from tests.client.extraction.test_extract import WHAT, check_rows, files, write_prompts
 
 

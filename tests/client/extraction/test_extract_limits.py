@@ -17,8 +17,8 @@ import residuum
 from inference_svc.requests.concurrency import Places
 from residuum._async.client import AsyncClient
 from residuum.extraction.folder import JobFolder
-from residuum.extraction.packing import PackedItems
-from residuum.extraction.services import Services
+from residuum.extraction.inputs.packing import PackedItems
+from residuum.extraction.running.services import Services
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, tensor_pb2
 from svc_common.security.tokens_file import Limits
@@ -198,7 +198,7 @@ def test_parts_of_different_dtypes_are_no_rows_of_one_layer():
 async def test_a_job_sends_fewer_prompts_at_once_if_a_service_refuses_some(
     client, peer, prompts, tmp_path, monkeypatch, busy
 ):
-    monkeypatch.setattr("residuum.extraction.service._GROWTH_SECONDS", 600.0)  # so that it does not try more later
+    monkeypatch.setattr("residuum.extraction.running.service._GROWTH_SECONDS", 600.0)  # it does not try more later
     peer.script.places = Busy(**busy, at_once=3 + busy.get("theirs", 0), refusing=13)
     found = await client.extract(prompts, tmp_path / "out", capture=WHAT, max_concurrency=16, progress=False)
     check_rows(found, 40)

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import residuum
-from residuum.extraction.inputs import Items, ListedRows
+from residuum.extraction.inputs.packing import PackedItems
+from residuum.extraction.inputs.prompts import Items, ListedRows
 from residuum.extraction.job import _check_prompts
-from residuum.extraction.packing import PackedItems
 from tests.client.extraction.test_extract import WHAT, FullDisk, files, stopped
 from tests.client.support.peer import POST, rows
 
@@ -167,7 +167,7 @@ def test_tokens_may_be_integers_of_numpy():
 
 
 def test_a_long_document_is_read_once(monkeypatch):
-    monkeypatch.setattr("residuum.extraction.packing._CACHED_TOKENS", 3000)
+    monkeypatch.setattr("residuum.extraction.inputs.packing._CACHED_TOKENS", 3000)
     items = packed([[1, 2], [3] * 20_000, *([[4] * 900] * 9)], 10, separator=None)
     reads, read = [], items._documents.item
     monkeypatch.setattr(items._documents, "item", lambda number: (reads.append(number), read(number))[1])
@@ -181,7 +181,7 @@ def test_a_long_document_is_read_once(monkeypatch):
 
 
 def test_cutting_pauses_for_other_work(monkeypatch):
-    monkeypatch.setattr("residuum.extraction.packing._PAUSE_SECONDS", 0)
+    monkeypatch.setattr("residuum.extraction.inputs.packing._PAUSE_SECONDS", 0)
     items = Items(ListedRows([[1]] * 500, "text"), column="text")
     found = PackedItems(items, length=400, separator=None, tokenizer=None, limit=None, on_error="stop")
     assert len(list(found.cut())) >= 400  # also inside of a window
@@ -198,7 +198,7 @@ def test_the_check_of_a_job_that_continues_pauses():
 
 
 async def test_cutting_can_be_cancelled(endpoint, tmp_path, monkeypatch):
-    monkeypatch.setattr("residuum.extraction.packing._PAUSE_SECONDS", 0)
+    monkeypatch.setattr("residuum.extraction.inputs.packing._PAUSE_SECONDS", 0)
     read = ListedRows.row
 
     def slowly(self, number):

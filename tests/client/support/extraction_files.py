@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from residuum.extraction.inputs import Item
+from residuum.extraction.inputs.prompts import Item
 from residuum.extraction.shards import Shard
 from tests.client.support.captured import activations
 

@@ -12,12 +12,12 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from residuum.exceptions import ExtractStopped, IncompleteCapture, OutageWarning, ResiduumError, UnknownCapture
-from residuum.extraction.inputs import Items
-from residuum.extraction.packing import PackedItems
+from residuum.extraction.inputs.packing import PackedItems
+from residuum.extraction.inputs.prompts import Items
 from residuum.extraction.progress import Report, Totals
-from residuum.extraction.prompt import Answered, Failed, PromptSender, with_advice
-from residuum.extraction.service import Service
-from residuum.extraction.services import goes_away
+from residuum.extraction.running.prompt_sender import Answered, Failed, PromptSender, with_advice
+from residuum.extraction.running.service import Service
+from residuum.extraction.running.services import goes_away
 from residuum.extraction.shards import SHARD_PROMPTS, Shard, ShardInfo
 from residuum.extraction.spec import JobSpec, OnError
 from residuum.protocol.captures.reading import not_complete, plan_read

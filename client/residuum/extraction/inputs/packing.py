@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from residuum.exceptions import InvalidRequest, LeftOutWarning
-from residuum.extraction.inputs import BadRow, Item, Items, digest
-from residuum.extraction.tokenizer import Tokenizer
+from residuum.extraction.inputs.prompts import BadRow, Item, Items, digest
+from residuum.extraction.inputs.tokenizer import Tokenizer
 from residuum.protocol.requests import short
 
 _CACHED_TOKENS = 4 << 20

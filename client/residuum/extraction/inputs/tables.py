@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from residuum.exceptions import InvalidRequest
-from residuum.extraction.splits import files_of_folder, files_of_split
+from residuum.extraction.inputs.splits import files_of_folder, files_of_split
 from residuum.rpc.extras import install_extra
 
 _PIECE = 1024

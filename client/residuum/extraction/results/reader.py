@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from residuum.exceptions import InvalidRequest
 from residuum.extraction.folder import JOB, shards_in
-from residuum.extraction.packing import documents_of
+from residuum.extraction.inputs.packing import documents_of
 from residuum.extraction.progress import size
 from residuum.extraction.shards import map_all, read_prompts
 from residuum.protocol.requests import short
@@ -332,7 +332,7 @@ class Extracted:
         Example:
             >>> datasets.load_from_disk(rows.export("cached"))[0]["blocks.12.hook_resid_post"]
         """
-        from residuum.extraction.exporting import export_rows
+        from residuum.extraction.results.exporting import export_rows
 
         return export_rows(self, folder, format, allow_partial=allow_partial)
 

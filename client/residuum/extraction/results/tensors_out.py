@@ -15,7 +15,7 @@ import numpy.typing as npt
 from residuum.exports.parts import portable
 
 if TYPE_CHECKING:
-    from residuum.extraction.reader import Extracted
+    from residuum.extraction.results.reader import Extracted
 
 _CHUNK_ROWS = 1024
 """Rows in a chunk of Zarr. A shard, which is one file, has many chunks."""

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Literal
 
 from residuum.exceptions import InvalidRequest
 from residuum.exports.target import workplace
-from residuum.extraction.tables_out import FIXED_COLUMNS, column_exists
+from residuum.extraction.results.tables_out import FIXED_COLUMNS, column_exists
 from residuum.rpc.extras import install_extra
 
 if TYPE_CHECKING:
-    from residuum.extraction.reader import Extracted
+    from residuum.extraction.results.reader import Extracted
 
 RowsFormat = Literal["datasets", "parquet", "zarr", "tar"]
 
@@ -81,7 +81,7 @@ def export_rows(rows: Extracted, folder: str | os.PathLike[str], name: RowsForma
         raise InvalidRequest(f"{rows.folder} has no rows to export.", reason="INVALID_FIELD")
     chosen = FORMATS[name]
     write: Callable[[Extracted, Path], None] = getattr(
-        importlib.import_module(f"residuum.extraction.{chosen.module}"), chosen.write
+        importlib.import_module(f"residuum.extraction.results.{chosen.module}"), chosen.write
     )
     target.parent.mkdir(parents=True, exist_ok=True)
     with workplace(target, overwrite=False) as place:

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from residuum._async.client import AsyncClient
 from residuum.exceptions import EngineDead, InvalidRequest, OutageWarning, ResiduumError, Unavailable
-from residuum.extraction.service import LONGEST_PAUSE_SECONDS, Service, pause
+from residuum.extraction.running.service import LONGEST_PAUSE_SECONDS, Service, pause
 from residuum.transport.connections import LONGEST_OUTAGE_SECONDS, is_away
 from residuum.values.captures.capture import Capture
 from residuum.values.model.info import ModelInfo

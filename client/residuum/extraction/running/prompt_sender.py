@@ -21,9 +21,9 @@ from residuum.exceptions import (
     ServerFault,
     StoreFull,
 )
-from residuum.extraction.inputs import Item
-from residuum.extraction.service import Service
-from residuum.extraction.services import Services, goes_away
+from residuum.extraction.inputs.prompts import Item
+from residuum.extraction.running.service import Service
+from residuum.extraction.running.services import Services, goes_away
 from residuum.extraction.spec import JobSpec
 from residuum.protocol.requests import Prompt
 from residuum.transport.batches import is_common

@@ -20,7 +20,7 @@ from residuum.exports.parts import portable
 from residuum.values.selections.points import transformer_lens_name
 
 if TYPE_CHECKING:
-    from residuum.extraction.reader import Extracted
+    from residuum.extraction.results.reader import Extracted
 
 _PIECE_BYTES = 32 << 20
 """The approximate rows that are in memory at once."""

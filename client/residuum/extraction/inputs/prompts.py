@@ -16,7 +16,7 @@ from typing import Any, Protocol, Union
 import numpy as np
 
 from residuum.exceptions import InvalidRequest
-from residuum.extraction.tables import open_table
+from residuum.extraction.inputs.tables import open_table
 from residuum.protocol.requests import Prompt, short
 
 Source = Union[str, "os.PathLike[str]", "Iterable[Prompt | Mapping[str, Any]]"]
