@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import residuum
-from residuum.cli.doctor import _examine_stats
+from residuum.cli.services.doctor import _examine_stats
 from residuum.v1 import store_pb2
 from tests.archive.s3 import Call, Proxy
 from tests.archive.support import MOVED, capture, listed_states, wait_for_state

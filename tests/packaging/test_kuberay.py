@@ -8,7 +8,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from residuum.cli.extract_ray import check
+from residuum.cli.generation.extract_ray import check
 from residuum.cli.main import make_parser
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"

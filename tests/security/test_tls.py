@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 import residuum
-from residuum.cli import doctor, main
+from residuum.cli import main
+from residuum.cli.services import doctor
 from store_svc.settings import StoreSettings
 from svc_common.security.tls import SecurityError
 from tests.security.certificates import Authority

@@ -1,4 +1,7 @@
-"""The `residuum` command-line program."""
+"""The `residuum` command-line program.
+
+The commands for captures are here, next to what all commands share; `generation` and `services` have the others.
+"""
 
 from residuum.cli.main import main
 

@@ -12,24 +12,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import residuum
-from residuum.cli import (
-    captures,
-    doctor,
-    extract,
-    generate,
-    health,
-    labels,
-    lens,
-    patch,
-    search,
-    serve,
-    services,
-    token,
-    ui,
-    vectors,
-)
+from residuum.cli import captures, labels, search
+from residuum.cli.generation import extract, generate, lens, patch, vectors
 from residuum.cli.output import Output
 from residuum.cli.parser import Command, Parser, add_command, add_service_command
+from residuum.cli.services import doctor, health, info_and_stats, serve, token, ui
 from residuum.exceptions import ResiduumError
 from residuum.rpc.tracing import TracingError, start_tracing
 
@@ -117,8 +104,8 @@ def make_parser() -> argparse.ArgumentParser:
         timeout=None,
         examples=lens.EXAMPLES,
     )
-    add_command(commands, "info", services.info, "show the served model and the limits")
-    add_command(commands, "stats", services.stats, "show what the stores hold, and how long they keep it")
+    add_command(commands, "info", info_and_stats.info, "show the served model and the limits")
+    add_command(commands, "stats", info_and_stats.stats, "show what the stores hold, and how long they keep it")
     text = "check the connections to and between the services, with advice for failures"
     add_command(commands, "doctor", doctor.run, text)
     add_command(

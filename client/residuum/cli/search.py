@@ -9,9 +9,9 @@ from typing import Any
 import residuum
 from residuum.cli.captures import add_filter
 from residuum.cli.connection import open_client
+from residuum.cli.generation.steering import POSITIONS_HELP, vector_at
 from residuum.cli.output import Output
 from residuum.cli.parser import positive_count
-from residuum.cli.steering import POSITIONS_HELP, vector_at
 
 EXAMPLES = """\
 VECTOR --layer LAYER

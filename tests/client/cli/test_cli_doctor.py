@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import residuum
-from residuum.cli.doctor import TESTED_VLLM, _examine_stats, _rights, _tested
+from residuum.cli.services.doctor import TESTED_VLLM, _examine_stats, _rights, _tested
 from residuum.rpc.credentials import TLS, Credentials
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import store_pb2
@@ -229,7 +229,7 @@ def test_doctor_warns_of_a_store_without_access_control(credentials, endpoint, t
 
 
 def test_doctor_suspects_a_loopback_address_of_another_machine():
-    from residuum.cli.doctor import _hint
+    from residuum.cli.services.doctor import _hint
 
     assert "--store" in _hint("127.0.0.1:50052", "gpu-host:50051")
     assert _hint("127.0.0.1:50052", "localhost:50051") == ""

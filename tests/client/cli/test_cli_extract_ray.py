@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from residuum.cli import main
-from residuum.cli.extract_ray import with_flags
+from residuum.cli.generation.extract_ray import with_flags
 from residuum.cli.main import make_parser
 
 
@@ -86,7 +86,7 @@ def test_the_default_of_on_error_depends_on_ray(monkeypatch, tmp_path):
         chosen.append(on_error)
         raise OSError("enough")
 
-    monkeypatch.setattr("residuum.cli.extract.job_of", run)
+    monkeypatch.setattr("residuum.cli.generation.extract.job_of", run)
     for flags in ([], ["--on-error", "skip"]):
         main(["extract", "in.jsonl", "--output", str(tmp_path / "rows"), "--capture", "1", *flags])
     assert chosen == ["stop", "skip"]

@@ -12,8 +12,8 @@ import pytest
 from safetensors.numpy import save_file
 
 import residuum
+from residuum.cli.generation.probes import ScorePrinter
 from residuum.cli.output import Output
-from residuum.cli.probes import ScorePrinter
 from residuum.directions.values import Origin
 from residuum.v1 import capture_pb2, inference_pb2, selection_pb2, steering_pb2
 from residuum.values.selections.texts import parse_layers

@@ -19,7 +19,7 @@ import pytest
 
 import residuum
 from residuum.cli import main
-from residuum.cli import serve as command
+from residuum.cli.services import serve as command
 from svc_common import serve_command
 from svc_common.launcher import Service, ServiceFailedError, is_free
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import residuum
 from residuum.cli.connection import advice_if_cut_off, open_client
-from residuum.cli.generate import prompts_of
+from residuum.cli.generation.generate import prompts_of
+from residuum.cli.generation.steering import POSITIONS_HELP, load_all
 from residuum.cli.output import Output, size
-from residuum.cli.steering import POSITIONS_HELP, load_all
 from residuum.protocol.requests import Prompt
 
 DIRECTIONS_EXAMPLES = """\

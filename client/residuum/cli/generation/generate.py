@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import residuum
-from residuum.cli import probes, sampling, steering
 from residuum.cli.connection import advice_if_cut_off, open_client, plain_warnings
+from residuum.cli.generation import probes, sampling, steering
 from residuum.cli.labels import parse_labels
 from residuum.cli.output import Output
 from residuum.cli.parser import positive_count

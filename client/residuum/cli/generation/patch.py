@@ -7,8 +7,8 @@ from pathlib import Path
 
 import residuum
 from residuum.cli.connection import open_client
+from residuum.cli.generation.steering import POSITIONS_HELP
 from residuum.cli.output import Output
-from residuum.cli.steering import POSITIONS_HELP
 
 EXAMPLES = """\
 CLEAN CORRUPTED

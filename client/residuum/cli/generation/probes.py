@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import residuum
-from residuum.cli import steering
+from residuum.cli.generation import steering
 from residuum.cli.output import Output
 from residuum.values.probes.scores import Scores
 from residuum.values.probes.smoothing import Smoothing, parse_smoothing

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import residuum
-from residuum.cli import doctor
 from residuum.cli.connection import CALL_SECONDS, credentials_of, open_client
 from residuum.cli.output import Output
+from residuum.cli.services import doctor
 from residuum.rpc.extras import install_extra
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import residuum
-from residuum.cli import extract_ray, sampling, steering
 from residuum.cli.connection import CALL_SECONDS, credentials_of, plain_warnings
-from residuum.cli.generate import add_capture, capture_of
+from residuum.cli.generation import extract_ray, sampling, steering
+from residuum.cli.generation.generate import add_capture, capture_of
 from residuum.cli.output import Output, age, size
 from residuum.cli.parser import DEFAULT_ENDPOINT, Parser, positive_count
 from residuum.extraction.estimate import Estimate, estimate
