@@ -13,16 +13,17 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from residuum.exceptions import EmptyCaptureWarning, OutageWarning, SilentStoreWarning
-from residuum.ui import access, captures, directions, generations, grids, health, sweeps
+from residuum.ui import access
 from residuum.ui.answers import FAILURES, failed
+from residuum.ui.api import captures, directions, generations, grids, health, sweeps
+from residuum.ui.api.grids import GridCache
 from residuum.ui.gallery import Gallery
-from residuum.ui.grids import GridCache
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from residuum.aio import AsyncClient
-    from residuum.ui.health import Diagnosis
+    from residuum.ui.api.health import Diagnosis
 
 STATIC = Path(__file__).parent / "static"
 

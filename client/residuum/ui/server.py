@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from residuum.aio import AsyncClient
-    from residuum.ui.health import Diagnosis
+    from residuum.ui.api.health import Diagnosis
 
 HOST = "127.0.0.1"
 

@@ -6,7 +6,7 @@ import pytest
 pytest.importorskip("starlette")
 
 import residuum
-from residuum.ui.grids import _tiles
+from residuum.ui.api.grids import _tiles
 from residuum.ui.measures import Grid
 from tests.client.support.peer import HIDDEN, LAYERS
 from tests.client.ui.ui_page import Page, array

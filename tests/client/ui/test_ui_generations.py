@@ -194,7 +194,7 @@ def test_a_sweep_that_the_page_leaves_is_stopped_and_deleted(page, peer, endpoin
 
 def test_a_service_that_hangs_is_reported(tmp_path, monkeypatch):
     """It accepts connections and never answers, such as a process that is stopped. Its calls may take 10 s."""
-    monkeypatch.setattr("residuum.ui.health._WAIT_SECONDS", 1.0)
+    monkeypatch.setattr("residuum.ui.api.health._WAIT_SECONDS", 1.0)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()

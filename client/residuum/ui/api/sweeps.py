@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from residuum.ui.answers import Event, body_of, event_stream, invalid, number
+from residuum.ui.api.generations import prompt_of, sampling_of
 from residuum.ui.gallery import layer_vectors
-from residuum.ui.generations import prompt_of, sampling_of
 from residuum.ui.measures import Measure, Projection
 from residuum.ui.operations import operations_of
 from residuum.ui.scratch import scratch_captures

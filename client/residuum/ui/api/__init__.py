@@ -1,0 +1,1 @@
+"""The calls of the page, at /api; app.py has their paths."""
