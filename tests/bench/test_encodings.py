@@ -18,7 +18,7 @@ from bench.encodings.forms import CASES
 from bench.machine import ROOT
 from residuum.v1 import capture_pb2, tensor_pb2
 from residuum.wire.rows.encodings import ENCODINGS, SAE, basis_of
-from tests.bench.test_results import make_run
+from tests.bench.capture.test_results import make_run
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from bench.plain import restore
 from bench.processes import RunFailedError
 from residuum.v1 import capture_pb2
 from residuum.wire.ids import is_valid_id
-from tests.bench.test_results import make_run
+from tests.bench.capture.test_results import make_run
 
 MODES = [Mode.STOCK, Mode.IDLE, Mode.STEER]
 

@@ -20,7 +20,7 @@ PEERS = {kernel.LOOP, kernel.GATHER}
 @pytest.fixture(scope="module")
 def interpreted():
     done = subprocess.run(
-        [sys.executable, "-m", "tests.bench.interpreted_steering"],
+        [sys.executable, "-m", "tests.bench.steering.interpreted_kernel"],
         cwd=ROOT,
         check=True,
         capture_output=True,

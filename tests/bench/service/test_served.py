@@ -18,7 +18,7 @@ from bench.service.served import _hold_port
 from svc_common.launcher import OWN_GROUP
 from tests.waiting import wait_for
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 SERVER = """
 import subprocess, time
