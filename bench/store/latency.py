@@ -57,7 +57,7 @@ def measure(job: LatencyJob, folder: Path) -> dict[str, Any]:
         fill_seconds = time.perf_counter() - started
         reads = list(_reads(lane.client, job, captures))
         with residuum.Client(lane.endpoint, store=lane.endpoint, shared_memory=False) as client:
-            reads_in_messages = list(_reads(client, job, captures))
+            reads_in_messages = [seconds for _, seconds in _reads(client, job, captures)]
         follows = list(_follows(lane, job))
     return {
         "parameters": {
@@ -68,23 +68,29 @@ def measure(job: LatencyJob, folder: Path) -> dict[str, Any]:
             "filesystem": filesystem(folder),
         },
         "fill_seconds": round(fill_seconds, 2),
-        "read_ms": summary(reads),
+        "read_ms": summary([seconds for _, seconds in reads]),
+        "first_read_ms": summary(_firsts(reads)),
         "read_in_messages_ms": summary(reads_in_messages),
         "first_row_ms": summary(follows),
     }
 
 
-def _reads(client: residuum.Client, job: LatencyJob, captures: Sequence[str]) -> Iterator[float]:
-    """Yield the seconds of reading one layer of one request, chosen randomly each time."""
+def _reads(client: residuum.Client, job: LatencyJob, captures: Sequence[str]) -> Iterator[tuple[str, float]]:
+    """Yield a capture and the seconds of reading one layer of it, both chosen randomly each time."""
     source = random.Random(0)  # noqa: S311 - repeatable, not secret
     client.activations(captures[0], layers=[0])  # opens the connection
     for _ in range(job.reads):
         capture_id, layer = source.choice(captures), source.randrange(job.shape.layers)
         started = time.perf_counter()
         rows = client.activations(capture_id, layers=[layer]).raw(layer)
-        yield time.perf_counter() - started
+        yield capture_id, time.perf_counter() - started
         if rows.shape != (job.shape.positions, job.shape.hidden):
             raise RunFailedError(f"{capture_id}: layer {layer} came as {rows.shape}")
+
+
+def _firsts(reads: Sequence[tuple[str, float]]) -> list[float]:
+    """Return the seconds of each capture's first read, before which no page of it is in the store's memory map."""
+    return list(dict(reversed(reads)).values())
 
 
 def _follows(lane: Lane, job: LatencyJob) -> Iterator[float]:
@@ -142,6 +148,7 @@ def show(part: Mapping[str, Any]) -> Iterator[str]:
     yield f"{part['parameters']['captures']} captures, {size:.1f} GiB in the store"
     names = {
         "read_ms": "one layer of one request",
+        "first_read_ms": "the first read of each request",
         "read_in_messages_ms": "the same without shared memory",
         "first_row_ms": "first row while following",
     }
