@@ -71,11 +71,14 @@ class _Serving(NamedTuple):
 class FrontEnd:
     """Captures and steers the requests of one API server."""
 
-    def __init__(self, settings: TapSettings, llm: Any, generate: Generate, index: int, count: int) -> None:
+    def __init__(
+        self, settings: TapSettings, rules: RulesFile | None, llm: Any, generate: Generate, index: int, count: int
+    ) -> None:
         """Prepare to serve requests. `Startup` does the rest, on the event loop.
 
         Args:
             settings: The settings.
+            rules: The operator's rules; None: there are none.
             llm: The AsyncLLM.
             generate: The AsyncLLM's original `generate`.
             index: The index of this API server.
@@ -85,7 +88,8 @@ class FrontEnd:
         self._llm = llm
         self._settings = settings
         self._share = Share(index, count)
-        self._has_rules = settings.rules_file is not None
+        self._rules = rules
+        self._has_rules = rules is not None
         self._registry = RequestRegistry(time_to_live=0.0, max_registrations=0)
         self._serving: _Serving | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # of the requests
@@ -225,12 +229,12 @@ class FrontEnd:
         """Return the rules of the operator's file.
 
         Raises:
-            Failure: The file cannot be used. Every request then fails, because none would be watched.
+            Failure: They do not fit the model. Every request then fails, because none would be watched.
         """
-        if self._settings.rules_file is None:
+        if self._rules is None:
             return OperatorRules()
         try:
-            return RulesFile(self._settings.rules_file).for_model(facts)
+            return self._rules.for_model(facts)
         except RulesFileError as error:
             _log.error("the operator's rules cannot be used", error=str(error))
             raise Failure(

@@ -156,6 +156,7 @@ def _front_end_factory(vllm_config: Any) -> Callable[..., Any] | None:
             "replica's workers. Remove --data-parallel-size and the other arguments of data parallelism, or use the "
             "inference service, `residuum serve`, which supports it."
         )
+    from inference_svc.admission.rules_file import RulesFile, RulesFileError
     from inference_svc.engine.worker_settings import LONGEST_STEP_SECONDS
     from inference_svc.tap_settings import TapSettings
     from inference_svc.vllm_serve.front import FrontEnd
@@ -164,7 +165,8 @@ def _front_end_factory(vllm_config: Any) -> Callable[..., Any] | None:
 
     try:
         settings = from_environment(TapSettings)
-    except BadSettingsError as error:
+        rules = RulesFile(settings.rules_file) if settings.rules_file is not None else None
+    except (BadSettingsError, RulesFileError) as error:
         raise SystemExit(f"vllm serve with residuum: bad settings\n{error}") from None
     api_servers = vllm_config.parallel_config._api_process_count  # noqa: SLF001 - vLLM has no public name
     if settings.max_active_vectors < api_servers:
@@ -176,4 +178,4 @@ def _front_end_factory(vllm_config: Any) -> Callable[..., Any] | None:
     configure_own_logs(settings.log_level)
     log_unknown_variables(TapSettings)
     os.environ.setdefault("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", str(LONGEST_STEP_SECONDS))
-    return functools.partial(FrontEnd, settings)
+    return functools.partial(FrontEnd, settings, rules)

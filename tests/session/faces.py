@@ -205,7 +205,7 @@ class OpenAIFace(Face):
                 use_v2_model_runner=False,
             ),
         )
-        self.front = FrontEnd(TapSettings(), llm, self._generate, index=1, count=1)
+        self.front = FrontEnd(TapSettings(), None, llm, self._generate, index=1, count=1)
         self.front._startup._task.cancel()
         self.front._startup = SimpleNamespace(check=lambda: None, wait=_nothing)
         self.front._delivery = store

@@ -15,6 +15,7 @@ from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 import residuum
 from inference_svc import selftest
 from inference_svc.admission.captures import resolve_capture
+from inference_svc.admission.rules_file import RulesFile
 from inference_svc.admission.steering import _check_site
 from inference_svc.tap_settings import TapSettings
 from inference_svc.vllm_serve.front import FrontEnd
@@ -65,7 +66,7 @@ class Silent:
 
 
 async def started(llm):
-    front = FrontEnd(TapSettings(), llm, llm.generate, index=0, count=1)
+    front = FrontEnd(TapSettings(), None, llm, llm.generate, index=0, count=1)
     await asyncio.wait({front._startup._task})
     return front
 
@@ -99,10 +100,10 @@ async def test_after_a_failed_self_test_requests_fail_with_its_cause(control):
 
 async def test_every_api_server_hears_of_a_failed_self_test(control):
     llm = Silent(LAYERS, control)
-    second = FrontEnd(TapSettings(), llm, llm.generate, index=1, count=2)
+    second = FrontEnd(TapSettings(), None, llm, llm.generate, index=1, count=2)
     done, _ = await asyncio.wait({second._startup._task}, timeout=0.3)
     assert not done, "the first one has not begun"
-    first = FrontEnd(TapSettings(), llm, llm.generate, index=0, count=2)
+    first = FrontEnd(TapSettings(), None, llm, llm.generate, index=0, count=2)
     await asyncio.wait({first._startup._task, second._startup._task}, timeout=30)
     assert "its self-test failed: SITE_RESID_POST: rows of layers" in refusal(second)
     assert refusal(second) == refusal(first)
@@ -110,7 +111,7 @@ async def test_every_api_server_hears_of_a_failed_self_test(control):
 
 async def test_an_api_server_is_ready_when_the_first_one_is(control):
     llm = Silent(LAYERS, control)
-    second = FrontEnd(TapSettings(), llm, llm.generate, index=1, count=2)
+    second = FrontEnd(TapSettings(), None, llm, llm.generate, index=1, count=2)
     Path(control).with_name("startup").touch()
     await asyncio.wait_for(second._startup._task, 30)
 
@@ -122,7 +123,7 @@ async def test_requests_fail_if_a_layer_is_not_tapped(control):
 
 async def test_a_request_sent_before_the_self_test_failed_fails_in_its_answer(control):
     llm = Silent(LAYERS, control)
-    front = FrontEnd(TapSettings(), llm, llm.generate, index=0, count=1)
+    front = FrontEnd(TapSettings(), None, llm, llm.generate, index=0, count=1)
     answer = front.generate(PROMPT, SamplingParams(extra_args=STEERED), "r", {})
     with pytest.raises(GracefulHTTPError, match="self-test failed"):
         await anext(answer)
@@ -138,7 +139,7 @@ async def test_a_request_before_the_workers_answered_is_checked_in_its_answer(co
 
     llm.collective_rpc = answer
     Path(control).with_name("startup").touch()
-    front = FrontEnd(TapSettings(), llm, llm.generate, index=1, count=2)
+    front = FrontEnd(TapSettings(), None, llm, llm.generate, index=1, count=2)
     bad = SamplingParams(extra_args=residuum.vllm_xargs(residuum.Capture(layers=[LAYERS])))
     early = asyncio.ensure_future(anext(front.generate(PROMPT, bad, "r", {})))
     await asyncio.wait({early}, timeout=0.1)
@@ -156,11 +157,13 @@ async def test_requests_without_residuum_arguments_are_served(control):
     assert outputs[0].outputs[0].text == "a"
 
 
-async def test_rules_that_cannot_be_used_stop_all_requests(control, tmp_path):
+async def test_rules_that_do_not_fit_the_model_stop_all_requests(control, tmp_path):
     """Also those without residuum's arguments, which the rules were to watch."""
     llm = Silent(LAYERS, control)
-    settings = TapSettings(rules_file=tmp_path / "none.toml")
-    front = FrontEnd(settings, llm, llm.generate, index=0, count=1)
+    residuum.Probe([1.0, 2.0], layer=0).save(tmp_path / "probe.safetensors")
+    path = tmp_path / "rules.toml"
+    path.write_text('[[rule]]\nname = "r"\nprobe = "probe.safetensors"\nabove = 1.0\n')
+    front = FrontEnd(TapSettings(), RulesFile(path), llm, llm.generate, index=0, count=1)
     await asyncio.wait({front._startup._task})
     with pytest.raises(GracefulHTTPError, match="RESIDUUM_RULES_FILE") as refused:
         front.generate(PROMPT, SamplingParams(), "r", {})

@@ -57,6 +57,16 @@ def test_bad_settings_are_reported_before_the_model_is_loaded(monkeypatch):
         plugin._front_end_factory(config(vllm_serve.WORKER))
 
 
+@pytest.mark.parametrize(("text", "why"), [(None, "cannot be read: No such file"), ("[[rule]]\nname = 1", "name")])
+def test_a_wrong_file_of_rules_is_reported_before_the_model_is_loaded(monkeypatch, tmp_path, text, why):
+    path = tmp_path / "rules.toml"
+    if text is not None:
+        path.write_text(text)
+    monkeypatch.setenv("RESIDUUM_RULES_FILE", str(path))
+    with pytest.raises(SystemExit, match=rf"bad settings\nrules: {path}.*{why}"):
+        plugin._front_end_factory(config(vllm_serve.WORKER))
+
+
 def test_settings_are_the_same_as_the_services(monkeypatch):
     monkeypatch.setenv("RESIDUUM_STORE", "a=h:1,b=h:2")
     monkeypatch.setenv("RESIDUUM_RING_MIB", "7")
