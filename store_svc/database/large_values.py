@@ -117,9 +117,8 @@ class LargeValues:
 def _has_known_layout(file: Path) -> bool:
     if sys.byteorder != "little" or struct.calcsize("P") != _NUMBER_BYTES:
         return False
-    with file.open("rb") as opened:
-        opened.seek(_PAGE.size)
-        return opened.read(len(_FORMAT)) == _FORMAT
+    with file.open("rb", buffering=0) as opened:
+        return opened.read(_PAGE.size + len(_FORMAT)).endswith(_FORMAT)
 
 
 def _address(view: memoryview) -> int:

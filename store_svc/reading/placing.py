@@ -72,7 +72,7 @@ class Placing:
     def room(self, num_bytes: int) -> Room | None:
         """Take room for a payload that is not known yet; None if there is none now, or payloads belong in messages."""
         memory = self._memory
-        taken = memory.take(num_bytes) if memory is not None and num_bytes <= memory.max_bytes else None
+        taken = memory.take_room(num_bytes) if memory is not None and num_bytes <= memory.max_bytes else None
         return Room(memory, *taken) if memory is not None and taken is not None else None
 
     def place(self, header: capture_pb2.ChunkHeader, crc32c: int, payload: npt.NDArray[np.uint8]) -> bytes | None:

@@ -111,18 +111,24 @@ class ReadUse:
 
     def take(self, num_bytes: int) -> tuple[Place, npt.NDArray[np.uint8]] | None:
         """Take room for a payload: its place, and its bytes, uint8 [num_bytes]. None if there is no room now."""
+        room = self.take_room(num_bytes)
+        if room is not None:
+            self.num_bytes += num_bytes
+        return room
+
+    def take_room(self, num_bytes: int) -> tuple[Place, npt.NDArray[np.uint8]] | None:
+        """Take room for a payload whose size is not known yet. `shorten` must follow before anything else is taken."""
         place = None if self.is_over else self._memory.use.take(num_bytes)
         if place is None:
             self._take_releases()
             place = None if self.is_over else self._memory.use.take(num_bytes)
         if place is None:
             return None
-        self.num_bytes += num_bytes
         return place, self._memory.bytes[place.offset : place.offset + num_bytes]
 
     def shorten(self, place: Place, size: int, kept: int) -> Place:
         """Give back the end of the room that was taken last, or all of it; return what is left. See `RingUse`."""
-        self.num_bytes -= size - kept
+        self.num_bytes += kept
         try:
             return self._memory.use.shorten(place, size, kept)
         except SharedMemoryError as error:

@@ -280,6 +280,21 @@ def test_rows_before_a_damaged_chunk_leave_no_room_in_use(tmp_path: Path, number
         peer.given.close()
 
 
+@pytest.mark.usefixtures("shared_memory")
+def test_a_site_with_few_rows_after_one_with_many(tmp_path: Path) -> None:
+    """The room of the few is given back, after the rows of the first site were counted."""
+    with serving(tmp_path / "store") as (store, client):
+        description = describe(prompt=PROMPT, width=WIDTH)
+        description.spec.sites[:] = [PRE, POST]
+        client.open(description)
+        few = [with_layer_checksums(LAYERS, range(first, first + 2), site=POST) for first in (0, 2)]
+        client.append(blocks(with_layer_checksums, site=PRE) + few)
+        peer = Peer(store, client)
+        for _ in range(20):
+            assert peer.read(layers=[1]) == grid([1], range(PROMPT), site=PRE) | grid([1], range(4))
+        assert (peer.placed, peer.in_message) == (20 * 3, 20)
+
+
 def test_many_captures_and_the_client(tmp_path: Path) -> None:
     with serving(tmp_path / "store") as (_, client):
         names = ["a", "b", "open"]

@@ -134,6 +134,18 @@ class TestReads:
         assert 4 * WIDTH * 4 < MIN_PLACED_BYTES
         assert (peer.placed, peer.in_message) == (9, 1)
 
+    def test_room_counts_as_soon_as_it_holds_a_payload(self, running):
+        """What is read ahead takes room while the bytes of the message before are counted."""
+        peer = Peer(*running)
+        with running[0]._shared_memory.memories.reading(peer.given.key) as use:
+            for kept, num_bytes in [(70_000, 70_000), (0, 70_000), (1 << 20, 70_000 + (1 << 20))]:
+                before = use.num_bytes
+                place, _ = use.take_room(1 << 20)
+                assert use.num_bytes == before
+                use.shorten(place, 1 << 20, kept)
+                assert use.num_bytes == num_bytes
+        peer.given.close()
+
     def test_many_captures(self, running):
         names = ["a", "b", "c"]
         for name in names:
