@@ -69,7 +69,7 @@ def measure(job: LatencyJob, folder: Path) -> dict[str, Any]:
         },
         "fill_seconds": round(fill_seconds, 2),
         "read_ms": summary([seconds for _, seconds in reads]),
-        "first_read_ms": summary(_firsts(reads)),
+        "first_read_ms": summary(_firsts(reads, captures[0])),
         "read_in_messages_ms": summary(reads_in_messages),
         "first_row_ms": summary(follows),
     }
@@ -88,9 +88,12 @@ def _reads(client: residuum.Client, job: LatencyJob, captures: Sequence[str]) ->
             raise RunFailedError(f"{capture_id}: layer {layer} came as {rows.shape}")
 
 
-def _firsts(reads: Sequence[tuple[str, float]]) -> list[float]:
-    """Return the seconds of each capture's first read, before which no page of it is in the store's memory map."""
-    return list(dict(reversed(reads)).values())
+def _firsts(reads: Sequence[tuple[str, float]], known: str) -> list[float]:
+    """Return the seconds of each capture's first read, before which no page of it is in the store's memory map.
+
+    Those of the capture `known` are left out: it was read before.
+    """
+    return [seconds for capture_id, seconds in dict(reversed(reads)).items() if capture_id != known]
 
 
 def _follows(lane: Lane, job: LatencyJob) -> Iterator[float]:

@@ -31,8 +31,8 @@ class Room:
         """Return the response with a chunk whose payload is the first bytes of the room. The rest is given back.
 
         Returns:
-            The serialised ReadChunksResponse. None: the payload belongs in the message. It stays in `bytes` until the
-            next payload is placed.
+            The serialised ReadChunksResponse. None: the payload belongs in the message, and all of the room is given
+            back. Until the next payload is placed, `bytes` still holds it.
         """
         if not _fits(num_bytes, self._memory):
             self.give_back()
@@ -48,8 +48,8 @@ class Room:
 class Placing:
     """Places the payloads of one read.
 
-    Rows are copied from LMDB's pages straight into the memory, in a read transaction. If it has no room for rows that
-    are joined, these come from a buffer. `Placing` waits for room outside of any transaction.
+    Rows are copied from LMDB's pages straight into the memory, in a read transaction. Joined rows that find no room
+    there are collected in a buffer. `Placing` waits for room outside of any transaction.
     """
 
     def __init__(

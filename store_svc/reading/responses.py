@@ -61,8 +61,8 @@ class Responses:
     def of(self, frames: Iterable[Frame]) -> Iterator[bytes]:
         """Yield the responses with the wanted rows of frames.
 
-        Joined rows are yielded before the next payload is placed in shared memory: from the bytes that are placed
-        between two responses, callers tell whether the second one has a payload there.
+        Joined rows are yielded before the next payload is placed in shared memory. Callers compare the placed bytes
+        before and after a response to tell whether its payload is there.
 
         Raises:
             Failure: UNKNOWN_CAPTURE, CHECKSUM_MISMATCH or ARCHIVE_UNREACHABLE, or the caller has cancelled.
@@ -130,7 +130,7 @@ class Responses:
         with frame as stored:
             prefix = stored.prefix
             if whole and len(prefix) + len(stored.payload) <= MAX_CHUNK_BYTES:
-                # The check comes first: it lets go of the GIL, so that page faults do not hold it.
+                # Check first: the checksum faults the pages in without the GIL; the copy would hold it.
                 check(parsed(stored, self._query.capture_id), self._query.capture_id)
                 response = self._placing.framed(prefix, stored.payload)
             else:

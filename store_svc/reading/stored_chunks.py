@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from residuum.rpc.errors import Failure, Reason
 from residuum.wire.limits import TARGET_CHUNK_BYTES
-from residuum.wire.rows.frames import ChunkView, FrameError, read_prefix
+from residuum.wire.rows.frames import ChunkView, FrameError, check_header, read_prefix
 from store_svc.database.frames import StoredFrame
 from store_svc.reading.query import Query
 from store_svc.reading.slicing import slice_chunk
@@ -51,11 +51,15 @@ def sliced(frame: StoredFrame, part: Part, capture_id: str) -> tuple[bytes, memo
 
 
 def check(chunk: ChunkView, capture_id: str) -> None:
-    """Compare the payload of a stored chunk with its checksum.
+    """Check the header of a stored chunk, and compare its payload with its checksum.
 
     Raises:
         Failure: CHECKSUM_MISMATCH.
     """
+    try:
+        check_header(chunk.header, len(chunk.payload))
+    except FrameError:
+        raise damaged(capture_id) from None
     if not chunk.verify():
         raise damaged(capture_id)
 

@@ -95,6 +95,8 @@ class ReadUse:
         self._memory = memory
         self._drop = drop
         self._given_up = False
+        self._drained = memory.use.taken
+        """The `taken` of the ring when the releases were last taken."""
         self.num_bytes = 0
         """Bytes of payloads that were put into the memory."""
         self.message_bytes = min(_MESSAGE_BYTES, len(memory.bytes) // 8)
@@ -118,22 +120,21 @@ class ReadUse:
 
     def take_room(self, num_bytes: int) -> tuple[Place, npt.NDArray[np.uint8]] | None:
         """Take room for a payload whose size is not known yet. `shorten` must follow before anything else is taken."""
-        place = None if self.is_over else self._memory.use.take(num_bytes)
-        if place is None:
+        use = self._memory.use
+        if use.taken - self._drained >= MAX_UNRELEASED_BYTES:  # a socket holds few messages
             self._take_releases()
-            place = None if self.is_over else self._memory.use.take(num_bytes)
+        place = None if self.is_over else use.take(num_bytes)
+        if place is None and not self.is_over:
+            self._take_releases()
+            place = None if self.is_over else use.take(num_bytes)
         if place is None:
             return None
         return place, self._memory.bytes[place.offset : place.offset + num_bytes]
 
     def shorten(self, place: Place, size: int, kept: int) -> Place:
-        """Give back the end of the room that was taken last, or all of it; return what is left. See `RingUse`."""
+        """Return the unused end of the room taken last, or all of it, to the ring. See `RingUse.shorten`."""
         self.num_bytes += kept
-        try:
-            return self._memory.use.shorten(place, size, kept)
-        except SharedMemoryError as error:
-            self._drop(self._memory, error)
-            return place
+        return self._memory.use.shorten(place, size, kept)
 
     def wait(self, is_cancelled: Callable[[], bool]) -> None:
         """Wait until the peer releases something. If it does not for some seconds, give up.
@@ -153,6 +154,7 @@ class ReadUse:
                 self._given_up = True
 
     def _take_releases(self) -> None:
+        self._drained = self._memory.use.taken
         try:
             self._memory.take_releases()
         except (OSError, SharedMemoryError) as error:

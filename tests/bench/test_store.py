@@ -123,13 +123,14 @@ def test_latency_is_measured_on_the_stored_captures(tmp_path):
     part = latency.measure(job, tmp_path)
     assert part["parameters"]["captures"] == 3
     assert (part["read_ms"]["count"], part["first_row_ms"]["count"]) == (5, 2)
-    assert 1 <= part["first_read_ms"]["count"] <= 5
+    assert 1 <= part["first_read_ms"]["count"] <= 2
     assert all(part[name]["min"] > 0 for name in ("read_ms", "first_read_ms", "first_row_ms"))
     assert "3 captures" in "\n".join(latency.show(part))
 
 
 def test_the_first_read_of_each_capture_counts():
-    assert sorted(latency._firsts([("a", 9.0), ("b", 7.0), ("a", 2.0), ("b", 1.0), ("c", 3.0)])) == [3.0, 7.0, 9.0]
+    reads = [("a", 9.0), ("b", 7.0), ("a", 2.0), ("known", 8.0), ("b", 1.0), ("c", 3.0)]
+    assert sorted(latency._firsts(reads, "known")) == [3.0, 7.0, 9.0]
 
 
 def test_small_captures_are_read_in_each_way(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from residuum.v1 import capture_pb2
+from residuum.wire.rows.frame_keys import FrameKey
+from residuum.wire.rows.frames import checksum, chunk_head
 from store_svc.database import large_values
+from store_svc.database.db import Database
+from store_svc.database.frames import PlacedFrame
+from store_svc.database.keys import pack_number
 from store_svc.database.large_values import LargeValues
 from store_svc.database.lmdb_file import LmdbFile, Table
+from tests.store.support import make_chunk
 
 PAGE = 4096
 LARGE = b"large"
@@ -111,49 +119,87 @@ def test_the_value_cannot_be_changed(file: LmdbFile) -> None:
         assert (value.format, value.itemsize, value.nbytes) == ("B", 1, 2 * PAGE)
 
 
-def test_a_large_value_is_not_touched(tmp_path: Path) -> None:
-    """py-lmdb touches all pages of a value. They are counted with a map that nothing was read from."""
-    value = bytes(64 << 20)
-    writer = open_file(tmp_path)
-    put(writer, {b"first": bytes(2 * PAGE), b"key": value})
-    writer.close()
+@pytest.mark.parametrize("shards", [1, 3])
+def test_reads_of_a_database_touch_no_frame(tmp_path: Path, shards: int) -> None:
+    """py-lmdb touches all pages of a value. They are counted with maps that nothing was read from."""
+    payload, size = bytes(8 << 20), 4
+    keys = [FrameKey(1, 0, 2, 0, 3, 32 * at, 32 * at + 31).pack() for at in range(size * shards)]
+    placed = PlacedFrame(chunk_head(capture_pb2.ChunkHeader(), 0), memoryview(payload), checksum(payload))
+    db = Database(tmp_path, 1 << 30, sync_roots=False, shards=shards)
+    for key in keys:
+        db.write(lambda txn, key=key: txn.put_frame(key, placed))
+    db.close()
     touched = []
-    for finds in (True, False):
-        file = open_file(tmp_path)
-        get(file, b"first")
-        with file.reading() as raw:
+    for get in (lambda txn, key: txn.frame(key).payload, lambda txn, key: txn.items(Table.FRAMES, key).__next__()[1]):
+        db = Database(tmp_path, 1 << 30, sync_roots=False)
+        with db.read() as txn:
+            assert [bytes(key) for key, _ in txn.frames(pack_number(1))] == sorted(keys)
             before = mapped_bytes(tmp_path)
-            if finds:
-                found = file.large_values.get(raw, file.tables[Table.FRAMES], b"key")
-            else:
-                found = raw.get(b"key", db=file.tables[Table.FRAMES])
-            assert len(found or b"") == len(value)
+            assert all(len(get(txn, key)) == len(payload) for key in keys)
             touched.append(mapped_bytes(tmp_path) - before)
-            del found
-        file.close()
-    assert touched[1] >= len(value) // 2  # the measure works
-    assert touched[0] <= 4 << 20  # the kernel maps some pages around a page
+        db.close()
+    assert touched[1] >= (size - 1) * shards * len(payload) // 2  # the measure works
+    assert touched[0] <= 1 << 20  # `frames` has touched their first pages
 
 
 def mapped_bytes(folder: Path) -> int:
-    """Return how many bytes of the database's map have pages."""
+    """Return how many bytes of a database's maps have pages."""
     maps = Path("/proc/self/smaps").read_text(encoding="utf-8")
-    (found,) = re.findall(rf"{re.escape(str(folder))}/data\.mdb\n(?:.*\n)*?Rss: +(\d+) kB", maps)
-    return int(found) << 10
+    found = re.findall(rf"{re.escape(str(folder))}/\S*data\.mdb\n(?:.*\n)*?Rss: +(\d+) kB", maps)
+    assert found
+    return sum(map(int, found)) << 10
 
 
-def test_a_place_that_py_lmdb_contradicts_is_never_used(file: LmdbFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    find = LargeValues._find
+def test_frames_end_with_their_capture(tmp_path: Path) -> None:
+    db = Database(tmp_path, 1 << 28, sync_roots=False)
+    keys = [FrameKey(number, 0, 2, 0, 0, 0, 0).pack() for number in (1, 2, 3)]
+    for key in keys:
+        db.write(lambda txn, key=key: txn.put(Table.FRAMES, key, make_chunk([0], [0])))
+    with db.read() as txn:
+        assert [bytes(key) for key, _ in txn.frames(pack_number(2))] == [keys[1]]
+        assert list(txn.frames(pack_number(4))) == []
+    db.close()
 
-    def off_by_one(self: LargeValues, key: memoryview) -> Any:
-        place = find(self, key)
-        return place and place._replace(address=place.address + 1)
 
-    monkeypatch.setattr(LargeValues, "_find", off_by_one)
+def test_an_address_that_py_lmdb_contradicts_is_never_used(file: LmdbFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(large_values, "_address", lambda view, real=large_values._address: real(view) + 1)
+    monkeypatch.setattr(large_values, "_read", lambda address, size, real=large_values._read: real(address - 1, size))
     values = {bytes([number]): bytes([number]) * 3 * PAGE for number in range(1, 9)}
     put(file, values)
     assert {key: get(file, key) for key in values} == values
     assert not file.large_values.finds
+    assert file.large_values._map is not None, "it was compared"
+
+
+LEAF, OVERFLOW = 0x02, 0x04
+NUMBER, COUNT = 0, 12
+"""Where the fields of a page's header begin."""
+
+
+@pytest.mark.parametrize(("kind", "field"), [(LEAF, NUMBER), (OVERFLOW, NUMBER), (OVERFLOW, COUNT)])
+def test_a_damaged_header_of_a_page_does_no_harm(file: LmdbFile, tmp_path: Path, kind: int, field: int) -> None:
+    """LMDB itself never reads these fields."""
+    values = {bytes([number]): bytes([number]) * 4 * PAGE for number in range(1, 40)}
+    put(file, {LARGE: bytes(2 * PAGE)})
+    put(file, values)
+    path = file.folder / "data.mdb"
+    with file.reading() as raw:
+        pages = raw.stat(file.tables[Table.FRAMES])
+        assert pages["overflow_pages"] > len(values)
+    data = bytearray(path.read_bytes())
+    damaged = 0
+    for start in range(2 * PAGE, len(data), PAGE):
+        number, _, flags = struct.unpack_from("<QHH", data, start)
+        if (number, flags) == (start // PAGE, kind):
+            damaged += 1
+            data[start + field] = 1
+    assert damaged >= (1 if kind == LEAF else len(values))
+    copy = tmp_path / "damaged"
+    copy.mkdir()
+    (copy / "data.mdb").write_bytes(data)
+    other = open_file(copy)
+    assert {key: get(other, key) for key in values} == values
+    other.close()
 
 
 def test_small_values_decide_nothing(file: LmdbFile) -> None:
@@ -177,7 +223,7 @@ def test_other_layouts_are_left_to_py_lmdb(file: LmdbFile, tmp_path: Path, why: 
     else:
         monkeypatch.setattr(large_values, "_NUMBER_BYTES", 4)
     finder = LargeValues(path, PAGE)
-    monkeypatch.setattr(LargeValues, "_find", lambda *_: pytest.fail("it must not look"))
+    monkeypatch.setattr(large_values, "_pages", lambda *_: pytest.fail("it must not look"))
     assert get(file, LARGE, finder) == bytes(3 * PAGE)
     assert not finder.finds
 

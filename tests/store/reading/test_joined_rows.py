@@ -281,18 +281,36 @@ def test_rows_before_a_damaged_chunk_leave_no_room_in_use(tmp_path: Path, number
 
 
 @pytest.mark.usefixtures("shared_memory")
-def test_a_site_with_few_rows_after_one_with_many(tmp_path: Path) -> None:
-    """The room of the few is given back, after the rows of the first site were counted."""
+def test_few_rows_of_many_sequences_are_read_ahead(tmp_path: Path) -> None:
+    """A thread reads them ahead. It takes room and gives it back, while the bytes of the message before are counted."""
+    sequences, prompt = 64, 8
     with serving(tmp_path / "store") as (store, client):
-        description = describe(prompt=PROMPT, width=WIDTH)
-        description.spec.sites[:] = [PRE, POST]
-        client.open(description)
-        few = [with_layer_checksums(LAYERS, range(first, first + 2), site=POST) for first in (0, 2)]
-        client.append(blocks(with_layer_checksums, site=PRE) + few)
+        client.open(describe(prompt=prompt, width=WIDTH, sequences=sequences))
+        halves = range(prompt // 2), range(prompt // 2, prompt)
+        client.append(
+            [with_layer_checksums(LAYERS, half, sequence=number) for number in range(sequences) for half in halves]
+        )
+        client.seal(generated=[1] * sequences)
+        with PublicClient(store=client.target) as reader:
+            for _ in range(20):
+                acts = reader.activations("a", layers=[1])
+                assert len(acts.sequences) == sequences
         peer = Peer(store, client)
-        for _ in range(20):
-            assert peer.read(layers=[1]) == grid([1], range(PROMPT), site=PRE) | grid([1], range(4))
-        assert (peer.placed, peer.in_message) == (20 * 3, 20)
+        expected = set().union(*(grid([1], range(prompt), sequence=number) for number in range(sequences)))
+        assert peer.read(layers=[1]) == expected
+        assert peer.placed == 0
+
+
+@pytest.mark.usefixtures("shared_memory")
+def test_joined_rows_are_written_straight_into_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Placing, "place", lambda *_: pytest.fail("the rows were in a buffer first"))
+    with serving(tmp_path / "store") as (store, client):
+        client.open(describe(prompt=PROMPT, width=WIDTH))
+        client.append(blocks(with_layer_checksums))
+        client.seal(generated=[1])
+        peer = Peer(store, client)
+        assert peer.read(layers=[1]) == grid([1], range(PROMPT))
+        assert peer.placed == -(-PROMPT // MESSAGE_ROWS)
 
 
 def test_many_captures_and_the_client(tmp_path: Path) -> None:

@@ -134,6 +134,23 @@ class TestReads:
         assert 4 * WIDTH * 4 < MIN_PLACED_BYTES
         assert (peer.placed, peer.in_message) == (9, 1)
 
+    def test_a_large_memory_of_small_payloads_that_are_released_one_by_one(self, running):
+        """A socket holds fewer releases than this memory holds payloads."""
+        client, count = running[1], 700
+        client.open(describe(layers=range(2), prompt=8 * count, width=WIDTH))
+        client.append([make_chunk(range(2), range(8 * at, 8 * at + 8), width=WIDTH) for at in range(count)])
+        client.seal(generated=[1])
+        peer = Peer(*running, size=64 << 20)
+        request = store_pb2.ReadChunksRequest(capture_id="a", shared_memory_key=peer.given.key)
+        for _ in range(2):
+            answers = client.stub.ReadChunks(request, timeout=60)
+            placed = [chunk for answer in answers for chunk in answer.placed_chunks if self.released(peer, chunk)]
+            assert len(placed) == count
+
+    @staticmethod
+    def released(peer: Peer, chunk: store_pb2.PlacedChunk) -> bool:
+        return peer.given.send(encode_released(chunk.end))
+
     def test_room_counts_as_soon_as_it_holds_a_payload(self, running):
         """What is read ahead takes room while the bytes of the message before are counted."""
         peer = Peer(*running)
