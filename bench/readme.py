@@ -33,7 +33,7 @@ _COMPARED = ("conformance*.json", "parallel*.json")
 _SEVERAL_GPUS = "capture-*p.json"
 """Results of `bench.capture` on several GPUs: their names end with a kind of parallelism, such as `tp` or `pp`."""
 _PLOT = "peers.png"
-_PLOT_WORDS = "Seconds to generate, and to fetch all layers of every token: stock vLLM, residuum and other ways"
+_PLOT_WORDS = "Seconds to generate, and to fetch all layers of every token: stock vLLM, residuum and other methods"
 
 
 class NoMarksError(ValueError):
@@ -77,7 +77,7 @@ def _kinds(results: Path) -> list[Path]:
 def summary(results: Path, results_link: str = "bench/results") -> str:
     """Return one table, that of the newest vLLM, and one plot, as Markdown.
 
-    The table compares generation with stock vLLM. The plot compares residuum with other ways to capture everything.
+    The table compares generation with stock vLLM. The plot compares residuum with other methods of capturing all.
     """
     measured = [(_read(folder / "capture.json"), folder) for folder in _kinds(results) if _has_capture(folder)]
     plots = [folder / _PLOT for folder in _kinds(results) if (folder / _PLOT).exists()]

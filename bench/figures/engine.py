@@ -50,7 +50,7 @@ def capture(result: Mapping[str, Any], link: str) -> str:
         rows.append((label, *(by_round(mode) if mode else "" for mode in found)))
     head = f"{workload_words(workload)}, `bench.capture` at {short_revision(result)}"
     where = f"on {machine_name(result)} ([results]({link}))"
-    intro = f"Generation compared with stock vLLM {vllm_version(result)} in the same run, {where}."
+    intro = f"Generation time compared with stock vLLM {vllm_version(result)} in the same run, {where}."
     intro += " Each figure is the median of the rounds, with their range in brackets."
     return f"{filled(intro)}\n\n" + markdown_table((head, *(f"runner {runner.upper()}" for runner in runners)), rows)
 
@@ -71,10 +71,10 @@ def several_gpus(results: Mapping[str, Mapping[str, Any]]) -> str:
     return (
         "## On several GPUs\n\n"
         + filled(
-            f"Generation compared with stock vLLM in the same run and layout: {', or '.join(workloads)}, "
-            "`bench.capture`, captured rows into the ring. With pipeline parallelism and a model of this size, vLLM's "
-            "processes need more time to prepare a step than the GPUs to compute it. So every step waits for what the "
-            "taps do there."
+            f"Generation time compared with stock vLLM in the same run and layout: {', or '.join(workloads)}, "
+            "`bench.capture`, with captured rows written to the ring. With pipeline parallelism and a model of this "
+            "size, vLLM's processes take longer to prepare a step than the GPUs take to compute it. So the taps' work "
+            "in these processes delays every step."
         )
         + "\n\n"
         + markdown_table(("machine, revision", "parallel", "idle taps", "all layers of every token"), rows)
@@ -91,7 +91,7 @@ def batch_invariant(result: Mapping[str, Any], _: str) -> str:
         if (name, "batch-invariant") in seconds_of
     ]
     head = f"{workload_words(result['workload'])}, `bench.capture` at {short_revision(result)}"
-    intro = f"Generation with vLLM {vllm_version(result)}, stock vLLM = 1, on {machine_name(result)}:"
+    intro = f"Generation time with vLLM {vllm_version(result)}, stock vLLM = 1, on {machine_name(result)}:"
     heads = (head, "as usual", "`VLLM_BATCH_INVARIANT=1`")
     return f"{filled(intro)}\n\n{markdown_table(heads, rows)}"
 
@@ -110,7 +110,7 @@ def enabled_sites(result: Mapping[str, Any], link: str) -> str:
     ]
     rounds = "one round" if result["rounds"] == 1 else f"{result['rounds']} rounds"
     intro = (
-        f"Generation while nobody captures, on one {result['machine']['gpu'] or 'CPU'} with vLLM "
+        f"Generation time while nobody captures, on one {result['machine']['gpu'] or 'CPU'} with vLLM "
         f"{vllm_version(result)}, {rounds} ([results]({link})). A point is a site in one layer:"
     )
     head = f"enabled sites; {workload_words(result['workload'])}, `bench.sites` at {short_revision(result)}"
@@ -198,8 +198,8 @@ def _engine(engine: Mapping[str, Any]) -> str:
     requests = parameters["batch_size"]
     all_over_one, one_over_none = rates[most] / rates["K=1"], rates["K=1"] / rates["K=0"]
     text = (
-        f"{requests} requests at once with {shape_words(parameters['shape'])}, every layer steered: with {requests} "
-        f"different vectors instead of one, throughput is {all_over_one:.3f} times as high. With one vector it is "
-        f"{one_over_none:.2f} of unsteered throughput with idle taps."
+        f"{requests} requests run at once on {shape_words(parameters['shape'])}, with every layer steered. Throughput "
+        f"with {requests} different vectors is {all_over_one:.3f} times that with one vector. Throughput with one "
+        f"vector is {one_over_none:.2f} times that of idle taps without steering."
     )
     return filled(text)

@@ -24,13 +24,13 @@ def suite(result: Mapping[str, Any], link: str) -> str:
     rows = [_suite_row(item, base, ours) for item in shown]
     head = f"{workload_words(result['workload'])}, `bench.suite` at {short_revision(result)}"
     intro = (
-        "All layers of every token until a client holds them, compared with other ways in the same run, on "
+        "All layers of every token, until a client has them, compared with other methods in the same run, on "
         f"{machine_name(result)} with vLLM {vllm_version(result)} ([report]({link}/report.md)):"
     )
     missing = ", ".join(failures(result["parts"]))
     notes = [_rounds(measured)]
     if missing:
-        notes.append(filled(f"The report says why these could not run there: {missing}."))
+        notes.append(filled(f"These methods could not run there (the report says why): {missing}."))
     columns = (head, "generation", "over stock", "fetch", "both, ours = 1")
     stock = ("stock vLLM", seconds(base.generation), "", "", "")
     return "\n\n".join(filter(None, [filled(intro), markdown_table(columns, [stock, *rows]), *notes]))
@@ -48,7 +48,8 @@ def _rounds(measured: Mapping[str, Measured]) -> str:
     text = f"Over stock, round by round: {told}."
     widest = max(max(values) - min(values) for values in ratios.values())
     if ZERO_LAYER in measured and widest > abs(measured[ALL_LAYERS].over(base) - measured[ZERO_LAYER].over(base)):
-        text += " The rounds differ by more than these two rows of the table do: differences of that size say nothing."
+        text += " The spread between rounds is larger than the difference between these two rows of the table, so a "
+        text += "difference of that size is within the noise."
     return filled(text)
 
 
@@ -116,8 +117,8 @@ def store(result: Mapping[str, Any], link: str) -> str:
         shown = [f"{ratios[way]['Flight']:.2f}" for way in ("ingest", "read") if "Flight" in ratios[way]]
         if len(shown) == 2:  # noqa: PLR2004 - both directions
             texts.append(
-                f"On {machine_name(result)}, a store on the same machine writes at {shown[0]} of the rate of Arrow "
-                f"Flight's `do_put`, which writes to memory, and is read at {shown[1]} of the rate of its `do_get`"
+                f"On {machine_name(result)}, a store on the same machine writes at {shown[0]} times the rate of Arrow "
+                f"Flight's `do_put`, which writes to memory, and is read at {shown[1]} times the rate of its `do_get`"
             )
     if "scale" in parts:
         best = max(parts["scale"]["cases"], key=lambda case: case["median"])
@@ -131,8 +132,8 @@ def store(result: Mapping[str, Any], link: str) -> str:
         texts.append(
             f"one layer of one request ({latency['parameters']['bytes_per_read'] / 1e6:.1f} MB) out of "
             f"{latency['parameters']['store_gib']:.0f} GiB is read in {layer['p50']:.0f} ms (p99: {layer['p99']:.0f}), "
-            f"and a follower has a first row {first['p50']:.0f} ms after it was captured (p99: {first['p99']:.0f}; "
-            f"{_on(latency)})"
+            f"and a follower receives the first row {first['p50']:.0f} ms after it was captured (p99: "
+            f"{first['p99']:.0f}; {_on(latency)})"
         )
     if "search" in parts:
         search = parts["search"]
@@ -164,8 +165,9 @@ def extraction(result: Mapping[str, Any], link: str) -> str:
         parameters, ratio = job["parameters"], job["ratio"]
         text = (
             f"On {machine_name(result)}, `residuum extract` runs {parameters['prompts']:,} prompts of "
-            f"{parameters['prefill']} tokens through {parameters['model']} at {ratio['median']:.2f} of the prompts per "
-            f"second of vLLM's AsyncLLM without capture ({ratio['lowest']:.2f} to {ratio['highest']:.2f}). {where}."
+            f"{parameters['prefill']} tokens through {parameters['model']} at {ratio['median']:.2f} times the rate "
+            f"(prompts per second) of vLLM's AsyncLLM without capture ({ratio['lowest']:.2f} to "
+            f"{ratio['highest']:.2f}). {where}."
         )
         texts.append(filled(text))
     if "documents" in parts:
@@ -194,7 +196,7 @@ def _documents(part: Mapping[str, Any], result: Mapping[str, Any], where: str) -
         f"All tokens of documents of {parameters['prefill']:,} tokens at {len(parameters['layers'])} layers of "
         f"{parameters['model']}, written to files, on {machine_name(result)} with vLLM {vllm_version(result)}. "
         f"`residuum extract` and AsyncLLM took turns, with steps of at most {parameters['max_num_batched_tokens']:,} "
-        f"tokens. The others followed with at most "
+        f"tokens. The other methods ran after them, with at most "
         f"{parameters['peer_prompts']} documents in each round, and did not sync their files. {where}:"
     )
     absent = "; ".join(f"{name} ({why})" for name, why in part.get("absent", {}).items())

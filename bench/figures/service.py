@@ -44,12 +44,13 @@ def verdicts(result: Mapping[str, Any], link: str) -> str:
         "features": f"the strongest of {parameters['features']:,} features at one layer, captured",
         "captures": "rows of all layers, captured",
     }
-    return _added(result, f"{link}/verdicts.json", "probes and captures", names)
+    return _added(result, f"{link}/verdicts.json", "probes and captures", "scored or captured", names)
 
 
 def captures(result: Mapping[str, Any], link: str) -> str:
     """Return what captures of all layers add to a token, from an older result with other ways."""
-    return _added(result, f"{link}/service-captures.json", "captures", {"captures": "rows of all layers, captured"})
+    names = {"captures": "rows of all layers, captured"}
+    return _added(result, f"{link}/service-captures.json", "captures", "captured", names)
 
 
 def _parameters(result: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -57,8 +58,11 @@ def _parameters(result: Mapping[str, Any]) -> Mapping[str, Any]:
     return parameters
 
 
-def _added(result: Mapping[str, Any], file: str, what: str, names: Mapping[str, str]) -> str:
-    """Return what ways add to the service without them. `what` names all of them, `names` each."""
+def _added(result: Mapping[str, Any], file: str, what: str, done: str, names: Mapping[str, str]) -> str:
+    """Return what ways add to the service without them. `what` names all of them, `names` each.
+
+    `done` says what they do with the positions of a request.
+    """
     part, parameters = next(iter(result["parts"].values())), _parameters(result)
     rows = [
         (
@@ -72,8 +76,9 @@ def _added(result: Mapping[str, Any], file: str, what: str, names: Mapping[str, 
         if (more := level["over_residuum"].get(way)) and (rounds := token_ratios(level, way))
     ]
     intro = (
-        f"What {what} add to the service without them ([results]({file})). Prompts share "
-        f"{parameters['shared_prefix']:,} cached tokens; the prompt's last token and the reply are scored or captured:"
+        f"What {what} add to the cost of the service ([results]({file})), compared with the service without them. "
+        f"Prompts share {parameters['shared_prefix']:,} cached tokens. The prompt's last token and the reply are "
+        f"{done}:"
     )
     head = f"{model_words(parameters)}, `bench.service` at {short_revision(result)}"
     columns = (head, "tokens/s, without = 1", "each token (rounds)", "to the first token")
