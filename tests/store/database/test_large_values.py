@@ -130,7 +130,7 @@ def test_reads_of_a_database_touch_no_frame(tmp_path: Path, shards: int) -> None
         db.write(lambda txn, key=key: txn.put_frame(key, placed))
     db.close()
     touched = []
-    for get in (lambda txn, key: txn.frame(key).payload, lambda txn, key: txn.items(Table.FRAMES, key).__next__()[1]):
+    for get in (lambda txn, key: txn.frame(key).payload, lambda txn, key: next(txn.items(Table.FRAMES, key))[1]):
         db = Database(tmp_path, 1 << 30, sync_roots=False)
         with db.read() as txn:
             assert [bytes(key) for key, _ in txn.frames(pack_number(1))] == sorted(keys)
