@@ -86,11 +86,10 @@ class LargeValues:
         if not cursor.set_key(key):
             return None
         pages = _pages(cursor.key())
-        view = self._find(pages) if pages is not None and self._map is not None else None
-        if view is not None:
+        if pages is not None and self.finds and (view := self._find(pages)) is not None:
             return view
         value: memoryview = cursor.value()
-        if pages is not None and self._map is None:
+        if pages is not None and not self.finds:
             self._learn(pages, value)
         return value
 
@@ -103,7 +102,7 @@ class LargeValues:
 
     def _find(self, pages: _Pages) -> memoryview | None:
         """Return the value on some pages; None if these do not look like that."""
-        assert self._map is not None  # noqa: S101 - `get` looks first
+        assert self._map is not None  # noqa: S101 - `finds` is true
         first = self._map + pages.number * self._page_bytes
         number, _, flags, count = _PAGE.unpack(_read(first, _PAGE.size))
         if number != pages.number or not flags & _OVERFLOW or _PAGE.size + pages.size > count * self._page_bytes:

@@ -20,17 +20,15 @@ written. Otherwise a chunk that is sent again, cut in another way, could be stor
 from __future__ import annotations
 
 import hashlib
-import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from operator import itemgetter
 from typing import Any
 
 from residuum.wire.rows.frame_keys import unpack_frame
 from store_svc.database.frames import PlacedFrame
 from store_svc.database.keys import pack_number
-from store_svc.database.lmdb_file import LmdbFile, StoreFullError, Table, items, next_key
+from store_svc.database.lmdb_file import LmdbFile, StoreFullError, Table, next_key
 
 _BLOCK = 32
 """Positions that a model's worker passes on together."""
@@ -102,11 +100,6 @@ class FrameView:
     def count(self) -> int:
         """Return the number of frames."""
         return sum(int(self._raw(shard).stat(self._table(shard))["entries"]) for shard in self._shards)
-
-    def items(self, prefix: bytes) -> Iterator[tuple[bytes, memoryview]]:
-        """Yield the frames whose key starts with `prefix`, in key order."""
-        found = (items(self._raw(shard), self._table(shard), prefix) for shard in self._shards)
-        return heapq.merge(*found, key=itemgetter(0))
 
     def next_key(self, at: bytes) -> bytes | None:
         """Return the first key not less than `at`, or None. A scan in key order looks at few shards for each key."""

@@ -27,7 +27,7 @@ from tests.archive.support import (
     stats,
     wait_for_state,
 )
-from tests.store.support import ABORTED, POST, describe, failing_with, grid, make_chunk, row, serving
+from tests.store.support import ABORTED, POST, describe, failing_with, grid, make_chunk, row, serving, stored_frames
 from tests.waiting import wait_for
 
 ONE_AND_SEVERAL = pytest.mark.parametrize("shards", [1, 3], ids=["one shard", "three shards"])
@@ -315,7 +315,7 @@ def test_a_damaged_chunk_is_not_copied(tmp_path: Path, url: str) -> None:
         capture(client, "bad")
         capture(client, "good")
         with store._db.read() as txn:
-            key, value = next(iter(txn.items(Table.FRAMES)))
+            key, value = next(iter(stored_frames(txn)))
             damaged = bytes(value[:-1]) + bytes([value[-1] ^ 1])
         store._db.write(lambda txn: txn.put(Table.FRAMES, key, damaged))
     with serving(tmp_path / "store", archive=url, archive_keep_bytes=0) as (store, client):

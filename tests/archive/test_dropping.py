@@ -33,7 +33,7 @@ from tests.archive.support import (
     stats,
     wait_for_state,
 )
-from tests.store.support import grid, serving
+from tests.store.support import grid, serving, stored_frames
 from tests.waiting import wait_for
 
 WIDTH = 1024
@@ -140,7 +140,7 @@ def test_a_frame_that_is_dropped_before_it_is_read_is_fetched_unless_the_caller_
     with serving(tmp_path / "store", archive=url, archive_keep_bytes=0) as (store, client):
         capture(client)
         with store._db.read() as txn:
-            keys = [key for key, _ in txn.items(Table.FRAMES)]
+            keys = [key for key, _ in stored_frames(txn)]
         wait_for(lambda: store._db.num_chunks() == 0, "empty database")
         frames = FrameAccess(store._db, store._archive.fetcher)
         with frames.frame(keys[0], "a", lambda: False) as frame:

@@ -23,6 +23,7 @@ from residuum.rpc.errors import Failure, failure_from_rpc_error
 from residuum.v1 import capture_pb2, store_pb2, store_pb2_grpc, tensor_pb2
 from residuum.wire.rows.frames import append_prefix, checksum, chunk_prefix
 from store_svc.captures.lifecycle import Wait
+from store_svc.database.db import Table, Txn
 from store_svc.server import Store
 from store_svc.settings import StoreSettings
 from tests.waiting import wait_for
@@ -61,6 +62,16 @@ def describe(
     )
     description.spec.layers.list.layers.extend(layers)
     return description
+
+
+def stored_frames(txn: Txn) -> Iterator[tuple[bytes, memoryview]]:
+    """Yield the key and the value in FRAMES of each frame, in key order."""
+    key = txn.next_key(Table.FRAMES, b"")
+    while key is not None:
+        value = txn.get(Table.FRAMES, key)
+        assert value is not None
+        yield key, value
+        key = txn.next_key(Table.FRAMES, key + b"\0")
 
 
 def row(cell: Cell, width: int = WIDTH) -> np.ndarray:

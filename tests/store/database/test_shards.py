@@ -35,6 +35,7 @@ from tests.store.support import (
     make_chunk,
     seal_request,
     serving,
+    stored_frames,
 )
 
 MIB = 1 << 20
@@ -49,7 +50,7 @@ def key(number: int, layers: tuple[int, int] = (0, 0), position: int = 0, sequen
 
 def frames_of(db: Database) -> list[bytes]:
     with db.read() as txn:
-        return [found for found, _ in txn.items(Table.FRAMES)]
+        return [found for found, _ in stored_frames(txn)]
 
 
 def put_frames(frames: dict[bytes, bytes]) -> Callable[[Txn], None]:
@@ -124,7 +125,7 @@ def test_frames_of_all_shards_are_one_table(
         db.write(put_frames({found: found * 3 for found in expected}))
         with db.read() as txn:
             assert txn.count(Table.FRAMES) == len(expected)
-            assert [(found, bytes(value)) for found, value in txn.items(Table.FRAMES)] == [
+            assert [(found, bytes(value)) for found, value in stored_frames(txn)] == [
                 (found, found * 3) for found in expected
             ]
             assert all(txn.get(Table.FRAMES, found) == found * 3 for found in expected)

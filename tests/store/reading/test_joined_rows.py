@@ -46,6 +46,7 @@ from tests.store.support import (
     make_chunk,
     row,
     serving,
+    stored_frames,
 )
 
 MAX_WAIT_SECONDS = responses_module._MAX_WAIT_SECONDS
@@ -230,7 +231,7 @@ def test_rows_of_every_encoding(client: Client, name: str) -> None:
 
 def damage(txn: Txn, number: int) -> None:
     """Change a byte of the last layer of a stored chunk."""
-    key, value = list(txn.items(Table.FRAMES))[number]
+    key, value = list(stored_frames(txn))[number]
     at = len(value) - BLOCK * ROW_BYTES
     txn.put(Table.FRAMES, key, bytes(value[:at]) + bytes([value[at] ^ 1]) + bytes(value[at + 1 :]))
 

@@ -28,6 +28,7 @@ from tests.store.support import (
     grid,
     make_chunk,
     serving,
+    stored_frames,
 )
 
 pytestmark = ONE_AND_SEVERAL
@@ -209,7 +210,7 @@ def test_a_capture_that_is_deleted_while_it_is_read(client: Client, state: int) 
 
 def test_a_damaged_chunk_is_never_sent(tmp_path: Path) -> None:
     def damage(txn: Txn) -> None:
-        ((key, value),) = txn.items(Table.FRAMES)
+        ((key, value),) = stored_frames(txn)
         txn.put(Table.FRAMES, key, bytes(value[:-1]) + bytes([value[-1] ^ 1]))
 
     with serving(tmp_path / "store") as (store, client):

@@ -15,7 +15,18 @@ from residuum.wire.rows.frame_keys import unpack_frame
 from residuum.wire.rows.frames import payload_prefix
 from store_svc.database.db import Table
 from store_svc.reading.open_read import OpenRead
-from tests.store.support import COMPLETE, ONE_AND_SEVERAL, OPEN, Rows, describe, failing_with, grid, make_chunk, serving
+from tests.store.support import (
+    COMPLETE,
+    ONE_AND_SEVERAL,
+    OPEN,
+    Rows,
+    describe,
+    failing_with,
+    grid,
+    make_chunk,
+    serving,
+    stored_frames,
+)
 
 UNKNOWN = errors_pb2.ERROR_REASON_UNKNOWN_CAPTURE
 
@@ -209,7 +220,7 @@ def test_a_damaged_chunk_fails_only_its_capture(tmp_path):
             put(client, name)
 
         def damage(txn):
-            (key, value), *_ = [item for item in txn.items(Table.FRAMES) if unpack_frame(item[0]).number == 2]
+            (key, value), *_ = [item for item in stored_frames(txn) if unpack_frame(item[0]).number == 2]
             txn.put(Table.FRAMES, key, bytes(value[:-1]) + bytes([value[-1] ^ 1]))
 
         store._db.write(damage)

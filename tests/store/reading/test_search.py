@@ -32,6 +32,7 @@ from tests.store.support import (
     failing_with,
     seal_request,
     serving,
+    stored_frames,
     without_collections,
 )  # fmt: skip
 
@@ -299,7 +300,7 @@ def test_hits_of_a_damaged_chunk_are_left_out(tmp_path):
         put(client, "a", np.ones((3, WIDTH)))
         put(client, "b", np.ones((3, WIDTH)))
         with store._db.read() as txn:
-            key, value = next((key, bytes(value)) for key, value in txn.items(Table.FRAMES))
+            key, value = next((key, bytes(value)) for key, value in stored_frames(txn))
         store._db.write(lambda txn: txn.delete(Table.FRAMES, key))
         store._db.write(lambda txn: txn.put(Table.FRAMES, key, value[:-1] + b"\x41"))
         hits, answer = search(client, np.ones(WIDTH))
