@@ -38,32 +38,12 @@ def service(result: Mapping[str, Any], _: str) -> str:
 
 def verdicts(result: Mapping[str, Any], link: str) -> str:
     """Return what probes, features and captures add to a token, as far as `bench.service` measured them."""
-    parameters = _parameters(result)
+    part, parameters = next(iter(result["parts"].values())), _parameters(result)
     names = {
         "probes": f"scores of {parameters['probes']} linear probes",
         "features": f"the strongest of {parameters['features']:,} features at one layer, captured",
         "captures": "rows of all layers, captured",
     }
-    return _added(result, f"{link}/verdicts.json", "probes and captures", "scored or captured", names)
-
-
-def captures(result: Mapping[str, Any], link: str) -> str:
-    """Return what captures of all layers add to a token, from an older result with other ways."""
-    names = {"captures": "rows of all layers, captured"}
-    return _added(result, f"{link}/service-captures.json", "captures", "captured", names)
-
-
-def _parameters(result: Mapping[str, Any]) -> Mapping[str, Any]:
-    parameters: Mapping[str, Any] = next(iter(result["parts"].values()))["parameters"]
-    return parameters
-
-
-def _added(result: Mapping[str, Any], file: str, what: str, done: str, names: Mapping[str, str]) -> str:
-    """Return what ways add to the service without them. `what` names all of them, `names` each.
-
-    `done` says what they do with the positions of a request.
-    """
-    part, parameters = next(iter(result["parts"].values())), _parameters(result)
     rows = [
         (
             f"{level['streams']} at a time: {words}",
@@ -76,13 +56,18 @@ def _added(result: Mapping[str, Any], file: str, what: str, done: str, names: Ma
         if (more := level["over_residuum"].get(way)) and (rounds := token_ratios(level, way))
     ]
     intro = (
-        f"What {what} add to the cost of the service ([results]({file})), compared with the service without them. "
-        f"Prompts share {parameters['shared_prefix']:,} cached tokens. The prompt's last token and the reply are "
-        f"{done}:"
+        f"What probes and captures add to the cost of the service ([results]({link}/verdicts.json)), compared with the "
+        f"service without them. Prompts share {parameters['shared_prefix']:,} cached tokens. The prompt's last token "
+        "and the reply are scored or captured:"
     )
     head = f"{model_words(parameters)}, `bench.service` at {short_revision(result)}"
     columns = (head, "tokens/s, without = 1", "each token (rounds)", "to the first token")
     return "\n\n".join([filled(intro), markdown_table(columns, rows)])
+
+
+def _parameters(result: Mapping[str, Any]) -> Mapping[str, Any]:
+    parameters: Mapping[str, Any] = next(iter(result["parts"].values()))["parameters"]
+    return parameters
 
 
 def served(result: Mapping[str, Any], _: str) -> str:
