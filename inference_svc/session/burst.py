@@ -12,8 +12,10 @@ if TYPE_CHECKING:
 
 _PAUSE = 0.003
 """A burst is over when no request has arrived or ended for this many seconds."""
-_MAX_SECONDS = 0.03
-"""A burst that does not end by itself ends after about this many seconds."""
+_MAX_SECONDS = 0.1
+"""A burst that does not end by itself ends after about this many seconds. On a slow host, 32 requests take half of it to
+reach the engine. A shorter limit would put work for the first of them before the last ones, which would then wait for
+one more step."""
 
 
 class Burst:
@@ -51,7 +53,7 @@ class Burst:
     async def wait_on(self, loop: asyncio.AbstractEventLoop) -> None:
         """Do `wait_after_end` from another thread. `loop` is the event loop that the burst belongs to.
 
-        Stops waiting after 60 ms: when the server stops, that loop may do nothing any more.
+        Stops waiting after 200 ms: when the server stops, that loop may do nothing any more.
         """
         here, over = asyncio.get_running_loop(), asyncio.Event()
         with suppress(RuntimeError, asyncio.TimeoutError):  # RuntimeError: the loop is closed

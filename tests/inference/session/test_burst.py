@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
 import pytest
 
@@ -70,7 +71,7 @@ def test_a_lone_request_waits_for_one_pause_and_the_next_one_too(clock):
 
 def test_requests_that_never_pause_wait_for_a_limited_time(clock):
     requests, ended = Burst(), []
-    pauses = round(burst._MAX_SECONDS / burst._PAUSE)
+    pauses = math.ceil(burst._MAX_SECONDS / burst._PAUSE)
     for number in range(pauses):
         assert not ended
         requests.call_after(lambda number=number: ended.append(number))
