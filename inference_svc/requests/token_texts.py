@@ -42,13 +42,16 @@ class TokenTexts:
         self._tokenizer = backend if self._is_fast else tokenizer
         self._why_unknown = ""
         self._stream = self._new_stream()
-        # Feed single tokens: a DecodeStream repeats text if a batch ends within a character.
-        for token_id in before[-CONTEXT_TOKENS:]:
-            self._step(token_id)
+        self._context: Sequence[int] = before[-CONTEXT_TOKENS:]
+        """The tokens before the first one. They are read when it comes, so that the request reaches the engine sooner."""
         self.texts: list[str] = []
 
     def add(self, token_ids: Iterable[int]) -> None:
         """Add the next tokens."""
+        context, self._context = self._context, ()
+        # Feed single tokens: a DecodeStream repeats text if a batch ends within a character.
+        for token_id in context:
+            self._step(token_id)
         self.texts.extend(map(self._step, token_ids))
 
     def message(self) -> capture_pb2.TokenTexts:

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 _PAUSE = 0.003
 """A burst is over when no request has arrived or ended for this many seconds."""
 _MAX_SECONDS = 0.1
-"""A burst that does not end by itself ends after about this many seconds. On a slow host, 32 requests take half of it to
-reach the engine. A shorter limit would put work for the first of them before the last ones, which would then wait for
-one more step."""
+"""A burst that does not end by itself ends after about this many seconds. On a slow host, 32 requests take half of this
+to reach the engine. With a shorter limit, the last ones would wait for work for the first ones, and so for one more
+step."""
 
 
 class Burst:
