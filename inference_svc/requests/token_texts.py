@@ -43,7 +43,7 @@ class TokenTexts:
         self._why_unknown = ""
         self._stream = self._new_stream()
         self._context: Sequence[int] = before[-CONTEXT_TOKENS:]
-        """The tokens before the first one. They are read when it comes, so that the request reaches the engine sooner."""
+        """The tokens before the first one. They are read when it comes, so the request reaches the engine sooner."""
         self.texts: list[str] = []
 
     def add(self, token_ids: Iterable[int]) -> None:
