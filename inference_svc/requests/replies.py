@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from inference_svc.requests.message_spans import UnknownSpansError, find_spans
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 
 NO_CHAT = "The prompt is not a conversation: it came as a text or as token IDs, which have no messages."
 """Why the positions of messages are not known."""
+
+_TOGETHER = 256
+"""How many tokens of a prompt are decoded before another thread gets a turn."""
 
 
 class ReplyReader:
@@ -75,7 +79,9 @@ class ReplyReader:
     ) -> None:
         texts = self.new_texts()
         if texts is not None:
-            texts.add(token_ids)
+            for first in range(0, len(token_ids), _TOGETHER):
+                texts.add(token_ids[first : first + _TOGETHER])
+                time.sleep(0)  # gives up the interpreter's lock; the event loop would wait 5 ms for it, again and again
         seal.prompt_token_texts.CopyFrom(texts_of(texts))
         if texts is None or isinstance(chat, str):
             seal.message_spans.unknown_detail = str(chat)

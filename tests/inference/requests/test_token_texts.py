@@ -10,6 +10,7 @@ import transformers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from inference_svc.requests import replies
 from inference_svc.requests.prompts import PromptReader
 from inference_svc.requests.replies import ReplyReader
 from inference_svc.requests.token_texts import TokenTexts
@@ -195,6 +196,16 @@ async def test_messages_are_where_transformers_says(smol, name):
     assert "".join(texts) == smol.decode(token_ids)
     for (_, first, count), (_, content) in zip(found(seal), CHATS[name], strict=True):
         assert content.strip() in "".join(texts[first : first + count])
+
+
+async def test_a_long_prompt_gives_other_threads_a_turn_and_has_the_same_texts(smol, monkeypatch):
+    token_ids = [number % 40_000 for number in range(3, 3 * replies._TOGETHER + 10)]
+    turns = []
+    monkeypatch.setattr(replies, "time", SimpleNamespace(sleep=turns.append))
+    seal = store_pb2.SealCaptureRequest()
+    await ReplyReader(TokenizerThread(smol)).describe(token_ids, replies.NO_CHAT, seal)
+    assert turns == [0] * 4
+    assert list(split_texts(seal.prompt_token_texts)) == texts_of(smol, token_ids)
 
 
 async def test_white_space_of_a_message_counts_if_the_template_keeps_it(smol):
