@@ -54,6 +54,10 @@ SETTINGS_VARIABLE = "RESIDUUM_WORKER_SETTINGS"
 vLLM's `additional_config` does not serve: it is part of the compile cache's key, and these settings change with every
 start."""
 
+_SHUTDOWN_SECONDS = 2.0
+"""How long a worker that shuts down waits until the stores have its rows. vLLM gives its processes a few seconds, but
+`vllm serve` without `--shutdown-timeout` kills them at once."""
+
 
 _log = get_logger(__name__)
 
@@ -150,6 +154,15 @@ class TappedWorker:
         self._finish_step()
         self._residuum.runtime.pass_through()
         super().execute_dummy_batch()  # type: ignore[misc]
+
+    def shutdown(self) -> None:
+        """Wait a little until the stores have all rows, and shut down. vLLM ends this process next."""
+        taps = getattr(self, "_residuum", None)
+        try:
+            if taps is not None and not taps.path.drain(_SHUTDOWN_SECONDS):
+                _log.warning("captured rows have not reached their stores; their captures end INCOMPLETE")
+        finally:
+            super().shutdown()  # type: ignore[misc]
 
     @_answered
     def residuum_describe(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ class Worker:
         self.calls = mock.Mock()
         self.calls.execute.return_value = None
         self.calls.sample.return_value = "tokens"
-        self._residuum = SimpleNamespace(runtime=self.calls, is_later_stage=False)
+        self._residuum = SimpleNamespace(runtime=self.calls, path=self.calls, is_later_stage=False)
         self.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=True))
 
     def execute_model(self, scheduler_output):
@@ -31,6 +31,9 @@ class Worker:
 
     def execute_dummy_batch(self):
         self.calls.dummy()
+
+    def shutdown(self):
+        self.calls.shutdown()
 
     def happened(self):
         names = [name for name, *_ in self.calls.mock_calls]
@@ -129,3 +132,22 @@ def test_a_step_that_is_not_sampled_is_finished_before_the_next():
         "execute",
         "send_scores",
     ]
+
+
+@pytest.mark.parametrize("arrived", [True, False])
+def test_a_worker_waits_for_its_rows_before_it_shuts_down(arrived):
+    worker = Tapped()
+    worker.calls.drain.return_value = arrived
+    worker.shutdown()
+    assert worker.happened() == ["drain", "shutdown"]
+
+
+def test_a_worker_shuts_down_even_if_its_rows_cannot_leave_or_it_has_no_taps_yet():
+    worker = Tapped()
+    worker.calls.drain.side_effect = RuntimeError("the device")
+    with pytest.raises(RuntimeError, match="the device"):
+        worker.shutdown()
+    assert worker.happened() == ["drain", "shutdown"]
+    del worker._residuum
+    worker.shutdown()
+    assert worker.happened() == ["shutdown"]
