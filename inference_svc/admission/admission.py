@@ -106,7 +106,7 @@ class Admission:
         check_skip(spec, parameters)
         check_capture_size(spec.capture, prompt_tokens, parameters)
         check_scores(spec.own_probes, parameters)
-        check_rules(spec, parameters)
+        check_rules(spec, prompt_tokens, parameters)
         if spec.capture is not None and spec.shared.sae_digest:
             self._saes.check(tenant, spec.capture, [self._facts.width(site) for site in spec.capture.sites])
         self._check_vectors(tenant, *spec.shared.derived("own vectors", lambda: self._own_vectors(spec.shared)))

@@ -12,6 +12,7 @@ from residuum.v1 import rule_pb2, steering_pb2
 from residuum.wire.limits import MAX_OPERATIONS, MAX_RULES, MAX_STEERING_CHANGES, MAX_STEERING_CHANGES_BYTES
 from residuum.wire.probes.arithmetic import is_valid_probe_name
 from residuum.wire.probes.rules import NEVER, problem_of
+from residuum.wire.selection import selects_any
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -120,11 +121,12 @@ def check_steering_rules(spec: SharedSpec) -> None:
             )
 
 
-def check_rules(spec: ResolvedSpec, sampling: inference_pb2.SamplingParameters) -> None:
-    """Check the rules of a request together with its sampling parameters.
+def check_rules(spec: ResolvedSpec, prompt_tokens: int, sampling: inference_pb2.SamplingParameters) -> None:
+    """Check the rules of a request together with its prompt and its sampling parameters.
 
     Raises:
-        Failure: A rule can never fire, or the steering of all rules would not fit the manifest.
+        Failure: A rule can never fire, none of its operations could apply, or the steering of all rules would not fit
+            the manifest.
     """
     rules: Sequence[rule_pb2.Rule] = spec.own_probes.rules if spec.own_probes else ()  # the operator's may be longer
     new = max_new_tokens(sampling)
@@ -134,6 +136,13 @@ def check_rules(spec: ResolvedSpec, sampling: inference_pb2.SamplingParameters) 
                 f"probes.rules[{index}].for_tokens",
                 f"The rule {rule.name} can never fire: its for_tokens is {rule.for_tokens}, and the "
                 f"request's max_tokens is {new}. Raise max_tokens, or lower for_tokens.",
+            )
+        positions = [operation.positions for operation in rule.steering.operations]
+        if positions and not any(selects_any(item, prompt_tokens, prompt_tokens, new) for item in positions):
+            raise invalid(
+                f"probes.rules[{index}].steering",
+                f"The steering of the rule {rule.name} would never apply: it begins after the prompt, and all positions "
+                "of its operations are before. Leave out their positions, or choose generated ones.",
             )
     changes, sequences = _steering_steps(spec) * num_sequences(sampling), num_sequences(sampling)
     if not changes:

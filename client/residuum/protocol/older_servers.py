@@ -17,22 +17,31 @@ class _Part(NamedTuple):
 
     error: type[exc.InvalidRequest]
     reason: str
-    consequence: str
-    advice: str
+    problem: str
+
+
+def _older(consequence: str, advice: str) -> str:
+    return f"This server is older than the client, and {consequence}. Update it, or leave out {advice}."
 
 
 _PARTS = {
-    "sites": _Part(exc.UnknownSite, "UNKNOWN_SITE", "steers only at resid_post", "site="),
-    "gates": _Part(exc.UnknownOperation, "UNKNOWN_OPERATION", "would ignore the gate", "gate="),
-    "probes": _Part(exc.InvalidRequest, "INVALID_FIELD", "would ignore the probes", "probes="),
+    "sites": _Part(exc.UnknownSite, "UNKNOWN_SITE", _older("steers only at resid_post", "site=")),
+    "gates": _Part(exc.UnknownOperation, "UNKNOWN_OPERATION", _older("would ignore the gate", "gate=")),
+    "probes": _Part(
+        exc.InvalidRequest,
+        "INVALID_FIELD",
+        "This server has no probes: it was started with --score-mib 0 or with data or pipeline parallelism, or it is "
+        "older than the client. Ask its operator to change that, or leave out probes= and rules=.",
+    ),
     "attention": _Part(
-        exc.InvalidRequest, "INVALID_FIELD", "would ignore the attention of a probe", "the attention probes"
+        exc.InvalidRequest, "INVALID_FIELD", _older("would ignore the attention of a probe", "the attention probes")
     ),
     "places": _Part(
-        exc.InvalidRequest, "INVALID_FIELD", "would read only the first place of a probe",
-        "the probes that read several places",
+        exc.InvalidRequest,
+        "INVALID_FIELD",
+        _older("would read only the first place of a probe", "the probes that read several places"),
     ),
-}  # fmt: skip
+}
 
 
 def needed_parts(steering: steering_pb2.SteeringSpec, probes: Sequence[Probe]) -> set[str]:
@@ -70,7 +79,7 @@ def check_parts(needed: AbstractSet[str], known: AbstractSet[str]) -> None:
     for name, part in _PARTS.items():
         if name in needed - known:
             raise part.error(
-                f"This server is older than the client, and {part.consequence}. Update it, or leave out {part.advice}.",
+                part.problem,
                 reason=part.reason,
                 metadata={"field": "probes"} if part.reason == "INVALID_FIELD" else None,
             )

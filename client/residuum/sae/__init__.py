@@ -38,7 +38,8 @@ def load(path: str | os.PathLike[str]) -> SAE:
     try:
         return _load(place)
     except InvalidRequest as error:  # a BadSAE, or safetensors' complaint
-        raise BadSAE(f"{place}: {error}", reason=error.reason) from None
+        named = str(error) if str(error).startswith(str(place)) else f"{place}: {error}"
+        raise BadSAE(named, reason=error.reason) from None
 
 
 def _load(place: Path) -> SAE:

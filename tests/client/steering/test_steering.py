@@ -186,7 +186,7 @@ def test_masks_remove_heads_and_neurons():
     assert info.mask("z", [1, np.int64(3)]).values.tolist() == [1, 1, 0, 0, 1, 1, 0, 0]
     assert info.mask("mlp_act", range(2), factor=2.5).values.tolist() == [2.5, 2.5, 1, 1, 1, 1, 1, 1]
     for site in ("attn_out", "resid_post", "q"):
-        with pytest.raises(residuum.UnknownSite, match="choose z or mlp_act"):
+        with pytest.raises(residuum.UnknownSite, match="for z and mlp_act only"):
             info.mask(site, [0])
     with pytest.raises(residuum.InvalidRequest, match="no head 4: the model has 4, 0 to 3"):
         info.mask("z", [0, 4])

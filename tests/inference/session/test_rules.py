@@ -322,6 +322,30 @@ async def test_a_rule_that_needs_more_tokens_than_there_can_be_is_refused():
         assert "r can never fire: its for_tokens is 5, and the request's max_tokens is 4." in str(failure)
 
 
+@pytest.mark.parametrize(
+    ("positions", "is_refused"),
+    [
+        (selection_pb2.PositionSelection(phases=[selection_pb2.PHASE_PROMPT]), True),
+        (selection_pb2.PositionSelection(ranges=[selection_pb2.PositionRange(first=0, last=2)]), True),
+        (selection_pb2.PositionSelection(ranges=[selection_pb2.PositionRange(first=-3, last=-1)]), True),
+        (selection_pb2.PositionSelection(ranges=[selection_pb2.PositionRange(first=0, last=3)]), False),
+        (selection_pb2.PositionSelection(phases=[selection_pb2.PHASE_GENERATED]), False),
+    ],
+)
+async def test_a_rule_whose_steering_never_applies_is_refused(positions, is_refused):
+    operation = steering_pb2.SteeringOperation()
+    operation.CopyFrom(ADD_JOY)
+    operation.positions.CopyFrom(positions)
+    async with serving(None, [0.9, 0.9]) as service:
+        request = ask(spec(steer("on", operation)), ids=(5, 6, 7), max_tokens=2)
+        if not is_refused:
+            await service.events(request)
+            return
+        failure = await failure_of(service.events(request))
+        assert (failure.metadata["field"], failure.reason_name) == ("probes.rules[0].steering", "INVALID_FIELD")
+        assert "The steering of the rule on would never apply" in str(failure)
+
+
 async def test_changes_of_all_rules_must_fit_the_manifest():
     async with serving(None, [0.9]) as service:
         rules = [steer(f"r{number}") for number in range(5)]

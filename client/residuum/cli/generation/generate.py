@@ -320,7 +320,7 @@ def capture_of(options: argparse.Namespace) -> residuum.Capture | None:
         axis=options.axis,
         vectors=steering.load_all(options.onto or []).values(),
         sae=residuum.sae.load(options.sae) if options.sae else None,
-        features=_numbers_of("--features", options.features),
+        features=tuple(_numbers_of("--features", options.features)),
         reduction=options.reduction,
         flush_interval=BLOCK_TOKENS if options.flush_interval is None else options.flush_interval,
         labels=parse_labels(options.label or []),

@@ -292,7 +292,7 @@ class Activations(Mapping[int, FloatArray]):
             raise self._invalid(f"The feature {number} does not exist: there are {block.form.features}, from 0 on.")
         if manifest.features and number not in manifest.features:
             chosen = ", ".join(map(str, manifest.features))
-            raise self._invalid(f"The feature {number} was not captured; {manifest.capture_id} chose {chosen}.")
+            raise self._invalid(f"The feature {number} was not captured. {manifest.capture_id} has only: {chosen}.")
         rows = block.rows[index]
         values: FloatArray = np.where(rows["feature"] == number, rows["value"], np.float32(0)).sum(axis=-1)
         values[~block.present[index]] = np.nan

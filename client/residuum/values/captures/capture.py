@@ -164,12 +164,15 @@ class Capture:
         if given and self.sae is None:
             raise InvalidRequest("features= needs sae=.", reason="INVALID_FIELD", metadata={"field": "features"})
         features = [self.sae.check_feature(number) for number in given] if self.sae is not None else []
-        if len(set(features)) != len(features) or len(features) > MAX_KEPT_FEATURES:
-            raise InvalidRequest(
-                f"features= takes up to {MAX_KEPT_FEATURES} different features.",
-                reason="INVALID_FIELD",
-                metadata={"field": "features"},
-            )
+        problem = ""
+        if not given and not isinstance(self.features, tuple):  # the default is a tuple
+            problem = "features= is empty. Leave it out to capture the strongest features of each row."
+        elif len(features) > MAX_KEPT_FEATURES:
+            problem = f"features= takes at most {MAX_KEPT_FEATURES} features, not {len(features)}."
+        elif repeated := [number for number in features if features.count(number) > 1]:
+            problem = f"features= has the feature {repeated[0]} twice. Give each feature once."
+        if problem:
+            raise InvalidRequest(problem, reason="INVALID_FIELD", metadata={"field": "features"})
         return features
 
     def _adopt_points(self) -> None:

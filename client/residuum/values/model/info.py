@@ -198,9 +198,12 @@ class ModelInfo:
             >>> residuum.Multiply(info.mask("mlp_act", [1024], factor=3.0), layer=12, site="mlp_act")
         """
         if site not in {"z", "mlp_act"} or site not in self.steering_sites:
+            problem = "there are masks for z and mlp_act only"
+            if site in {"z", "mlp_act"}:
+                problem = f"the server must be started with --capture-sites {site}"
             raise UnknownSite(
-                f"There are no masks for {site}: choose z or mlp_act. The server must have been started with the site; "
-                f"it steers at {', '.join(self.steering_sites) or 'resid_post'}.",
+                f"There is no mask for {site}: {problem}. This server steers at "
+                f"{', '.join(self.steering_sites) or 'resid_post'}.",
                 reason="UNKNOWN_SITE",
             )
         width = self.site_widths[site]

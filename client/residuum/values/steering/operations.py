@@ -30,7 +30,6 @@ from residuum.values.selections.layers_and_positions import (
     layer_list,
     selects_all,
 )
-from residuum.values.steering.gates import Gate
 from residuum.values.steering.placed_operation import PlacedOperation
 from residuum.values.tensors.sae import SAE
 from residuum.values.tensors.vector import Vector
@@ -228,8 +227,8 @@ class ClampFeature(PlacedOperation):
     """Sets a feature of a sparse autoencoder to a value, or keeps it between bounds. The rest of the row stays.
 
     A row x becomes x + (w - f)·v. Here f is the value that the feature has in x, v is the feature's row of the decoder,
-    and w is `value`; or with bounds, f itself if it is between them, otherwise the nearer bound. All other features of
-    the sum, and what the autoencoder does not describe, stay. To add to a feature, use `Add(sae.vector(123), ...)`.
+    and w is `value`; or with bounds, f itself if it is between them, otherwise the nearer bound. Nothing else is added
+    to the row. It takes no gate: the feature's value decides. To add to a feature, use `Add(sae.vector(123), ...)`.
 
     Args:
         vector: The `residuum.SAE`; afterwards, the attribute is the feature's direction.
@@ -275,7 +274,6 @@ class ClampFeature(PlacedOperation):
             positions: PositionsLike = None,
             keep_norm: bool = False,
             site: str | None = None,
-            gate: Gate | None = None,
         ) -> None: ...
 
     def __post_init__(self) -> None:

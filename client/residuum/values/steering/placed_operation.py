@@ -173,10 +173,11 @@ class PlacedOperation:
         given = [layers for layers in (self.layer, self.layers) if layers is not None]
         if isinstance(self.vector, Mapping):
             if given:
-                raise InvalidRequest(f"{self._name}: {{layer: vector}} already names the layers; leave out layer(s)=.")
+                problem = "{layer: vector} already names the layers; leave out layer(s)="
+                raise InvalidRequest(f"{self._name}: {problem}.", reason="INVALID_FIELD")
             return tuple(self.vector)
         if len(given) != 1:
-            raise InvalidRequest(f"{self._name}: give exactly one of layer= and layers=.")
+            raise InvalidRequest(f"{self._name}: give exactly one of layer= and layers=.", reason="INVALID_FIELD")
         return given[0]
 
     def to_proto(self) -> steering_pb2.SteeringOperation:
