@@ -80,8 +80,9 @@ class ReplyReader:
         texts = self.new_texts()
         if texts is not None:
             for first in range(0, len(token_ids), _TOGETHER):
+                if first:
+                    time.sleep(0)  # gives up the interpreter's lock, for which the event loop would wait 5 ms each time
                 texts.add(token_ids[first : first + _TOGETHER])
-                time.sleep(0)  # gives up the interpreter's lock; the event loop would wait 5 ms for it, again and again
         seal.prompt_token_texts.CopyFrom(texts_of(texts))
         if texts is None or isinstance(chat, str):
             seal.message_spans.unknown_detail = str(chat)

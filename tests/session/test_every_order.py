@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from residuum.v1 import capture_pb2
+from tests.inference.service_support import DEADLINE
 from tests.session.faces import DEAD, FACES, ScriptedStore
 
 COMPLETE, INCOMPLETE, ABORTED = (
@@ -208,13 +209,17 @@ class EveryOrder(RuleBasedStateMachine):
         assert self.face.consumer.done()
         self.check_seal()
         assert self.face.is_clean()
-        assert all(completed.done() and not completed.exception() for completed in self.store.completed)
+        self.loop.run_until_complete(self.completed())
         assert self.face.burst.num_ended == len(self.store.seals), "the requests that follow go first"
         updates = self.face.updates
         assert all(update.done() for update in updates)
         done = [update for update in updates if update.exception() is None]
         if self.store.seals:
             assert len(self.store.seals[0].steering_changes) == len(done)
+
+    async def completed(self):
+        """Wait until all seals are complete: another thread decodes the tokens of the prompt."""
+        await asyncio.wait_for(asyncio.gather(*self.store.completed), DEADLINE)
 
     def check_seal(self):
         if self.expected is None:

@@ -54,7 +54,7 @@ _COMMAND_LINE_ADVICE = {
     "seed= ": "--encoding-seed ",
     "flush_interval= ": "--flush-interval ",
     'encoding="': '--encoding "',
-    "leave out probes=": "leave out --probe",
+    "leave out probes= and rules=": "leave out --probe and --rule",
     "Give each its own: Probe(..., name='question')": "Give each its own with --probe FILE:NAME",
     "client.info().num_layers": "num_layers of `residuum info`",
     "use sites=client.info().sites for all": "`residuum info` lists all",

@@ -520,7 +520,7 @@ def test_bad_probes_are_refused(cli, peer, probes, flags, told):
 
 def test_the_advice_about_an_old_server_names_the_flag(cli, peer, probes):
     peer.script.is_old = True
-    assert "leave out --probe." in cli("generate", "a", "--probe", probes[0])[2]
+    assert "leave out --probe and --rule." in cli("generate", "a", "--probe", probes[0])[2]
 
 
 def test_generate_prints_what_fires_after_its_token(cli, peer, probes):
