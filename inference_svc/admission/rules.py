@@ -141,8 +141,8 @@ def check_rules(spec: ResolvedSpec, prompt_tokens: int, sampling: inference_pb2.
         if positions and not any(selects_any(item, prompt_tokens, prompt_tokens, new) for item in positions):
             raise invalid(
                 f"probes.rules[{index}].steering",
-                f"The steering of the rule {rule.name} would never apply: it begins after the prompt, and all "
-                "positions of its operations are before. Leave out their positions, or choose generated ones.",
+                f"The steering of the rule {rule.name} would never apply: its operations select no position that this "
+                "request can generate. Leave out their positions, or choose others.",
             )
     changes, sequences = _steering_steps(spec) * num_sequences(sampling), num_sequences(sampling)
     if not changes:

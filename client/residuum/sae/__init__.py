@@ -37,9 +37,10 @@ def load(path: str | os.PathLike[str]) -> SAE:
         raise FileNotFoundError(f"{place} does not exist.")
     try:
         return _load(place)
-    except InvalidRequest as error:  # a BadSAE, or safetensors' complaint
-        named = str(error) if str(error).startswith(str(place)) else f"{place}: {error}"
-        raise BadSAE(named, reason=error.reason) from None
+    except BadSAE as error:
+        raise BadSAE(f"{place}: {error}", reason=error.reason) from None
+    except InvalidRequest as error:  # safetensors' complaint, which names the file
+        raise BadSAE(str(error), reason=error.reason) from None
 
 
 def _load(place: Path) -> SAE:

@@ -160,7 +160,7 @@ class TappedWorker:
         taps = getattr(self, "_residuum", None)
         try:
             if taps is not None and not taps.path.drain(_SHUTDOWN_SECONDS):
-                _log.warning("captured rows have not reached their stores; their captures end INCOMPLETE")
+                _log.warning("not all captured rows have reached their stores; their captures may end INCOMPLETE")
         finally:
             super().shutdown()  # type: ignore[misc]
 

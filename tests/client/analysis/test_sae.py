@@ -172,8 +172,9 @@ def test_broken_files_are_refused(tmp_path):
         ("a.pt", b"", "give a folder"),
     ):
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(residuum.BadSAE, match=message):
+        with pytest.raises(residuum.BadSAE, match=message) as caught:
             residuum.sae.load(tmp_path / name)
+        assert str(caught.value).count(name) == 1, "the message names the file"
     with pytest.raises(residuum.BadSAE, match="neither cfg"):
         residuum.sae.load(tmp_path)
     with pytest.raises(residuum.BadSAE, match="For SAELens, give the folder"):

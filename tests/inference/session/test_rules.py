@@ -328,6 +328,7 @@ async def test_a_rule_that_needs_more_tokens_than_there_can_be_is_refused():
         (selection_pb2.PositionSelection(phases=[selection_pb2.PHASE_PROMPT]), True),
         (selection_pb2.PositionSelection(ranges=[selection_pb2.PositionRange(first=0, last=2)]), True),
         (selection_pb2.PositionSelection(ranges=[selection_pb2.PositionRange(first=-3, last=-1)]), True),
+        (selection_pb2.PositionSelection(ranges=[selection_pb2.PositionRange(first=50, last=60)]), True),
         (selection_pb2.PositionSelection(ranges=[selection_pb2.PositionRange(first=0, last=3)]), False),
         (selection_pb2.PositionSelection(phases=[selection_pb2.PHASE_GENERATED]), False),
     ],

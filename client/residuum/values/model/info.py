@@ -197,10 +197,11 @@ class ModelInfo:
             >>> residuum.Multiply(info.mask("z", [3, 7]), layer=12, site="z")
             >>> residuum.Multiply(info.mask("mlp_act", [1024], factor=3.0), layer=12, site="mlp_act")
         """
-        if site not in {"z", "mlp_act"} or site not in self.steering_sites:
-            problem = "there are masks for z and mlp_act only"
-            if site in {"z", "mlp_act"}:
-                problem = f"the server must be started with --capture-sites {site}"
+        has_parts = site in {"z", "mlp_act"}
+        if not has_parts or site not in self.steering_sites:
+            problem = f"the server must be started with --capture-sites {site}"
+            if not has_parts:
+                problem = "there are masks for z and mlp_act only"
             raise UnknownSite(
                 f"There is no mask for {site}: {problem}. This server steers at "
                 f"{', '.join(self.steering_sites) or 'resid_post'}.",
