@@ -81,8 +81,8 @@ SENTENCES = {
     "Cancelling the task stops the request.": "An interrupt stops the request.",
     "BatchCancelled: The task was cancelled. It holds": "BatchInterrupted: Ctrl-C interrupted the call. It holds",
     "Return a stream of the tokens of a generation.": "Start a generation and return a stream of its tokens.",
-    "The request starts when the stream is entered or first read. From then on its ID is known and its capture can\n"
-    "        be followed.": (
+    "The arguments are checked, and the request starts, when the stream is entered or first read. From then on its ID\n"
+    "        is known and its capture can be followed.": (
         "When this returns, the request is accepted, its ID is known and its capture can be followed.\n       "
     ),
     ", known once the stream has been entered or first read.": ".",

@@ -28,6 +28,24 @@ _Result = TypeVar("_Result")
 sleep = asyncio.sleep
 
 
+class Turn:
+    """Lets tasks do something one after another. Between them, the event loop does what else is waiting."""
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+
+    async def __aenter__(self) -> None:
+        await self._lock.acquire()
+        try:
+            await asyncio.sleep(0)  # tasks that start at the same time find the lock taken, and wait for it
+        except BaseException:
+            self._lock.release()
+            raise
+
+    async def __aexit__(self, *error: object) -> None:
+        self._lock.release()
+
+
 class Stop:
     """Asks jobs of `run_all` to stop. Tasks are cancelled instead, so here it never does."""
 

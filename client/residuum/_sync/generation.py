@@ -53,6 +53,7 @@ class GenerationClient(UploadClient):
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self._server_reads: frozenset[str] = frozenset()  # the newer fields that the server is known to read
+        self._turn = io.Turn()
 
     def generate(
         self,
@@ -159,11 +160,14 @@ class GenerationClient(UploadClient):
             ...     for delta in stream:
             ...         print(delta.text, end="")
         """
-        plan = plan_generation(
-            prompt, capture=capture, steer=steer, request_id=request_id, registration=registration, model=model,
-            updatable=updatable, if_exists=if_exists, probes=probes, score_prompt=score_prompt, rules=rules,
-            without_operator_rules=without_operator_rules, sampling=sampling,
-        )  # fmt: skip
+
+        def plan() -> GenerationPlan:
+            return plan_generation(
+                prompt, capture=capture, steer=steer, request_id=request_id, registration=registration, model=model,
+                updatable=updatable, if_exists=if_exists, probes=probes, score_prompt=score_prompt, rules=rules,
+                without_operator_rules=without_operator_rules, sampling=sampling,
+            )  # fmt: skip
+
         return self._stream(plan, timeout, {})
 
     def generate_many(
@@ -389,18 +393,26 @@ class GenerationClient(UploadClient):
         rows: dict[StoredRow, Vector] = {}  # the batch reads each only once
 
         def start(index: int) -> Stream:
-            generation = plan_generation(
-                plan.prompts[index], capture=plan.captures[index], steer=plan.steering[index],
-                request_id=plan.request_ids[index], registration=None, model=model, updatable=False,
-                if_exists=plan.if_exists[index], probes=plan.probes, score_prompt=plan.score_prompt, rules=plan.rules,
-                without_operator_rules=plan.without_operator_rules, sampling=sampling,
-            )  # fmt: skip
+            def generation() -> GenerationPlan:
+                return plan_generation(
+                    plan.prompts[index], capture=plan.captures[index], steer=plan.steering[index],
+                    request_id=plan.request_ids[index], registration=None, model=model, updatable=False,
+                    if_exists=plan.if_exists[index], probes=plan.probes, score_prompt=plan.score_prompt,
+                    rules=plan.rules, without_operator_rules=plan.without_operator_rules, sampling=sampling,
+                )  # fmt: skip
+
             return self._stream(generation, timeout, rows)
 
         return start
 
-    def _stream(self, plan: GenerationPlan, timeout: float | None, rows: dict[StoredRow, Vector]) -> Stream:
+    def _stream(
+        self, make_plan: Callable[[], GenerationPlan], timeout: float | None, rows: dict[StoredRow, Vector]
+    ) -> Stream:
         def start() -> tuple[io.Call, ReplyBuilder]:
+            # Of requests that start at the same time, each is sent before the next is planned. Without turns, all would
+            # be planned before the first is sent, and the server would have nothing to do meanwhile.
+            with self._turn:
+                plan = make_plan()
             return self._start(plan, timeout, rows)
 
         return make_stream(start, self.endpoint, self.update_steering)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -33,6 +34,8 @@ _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 sleep = time.sleep
+Turn = nullcontext
+"""Threads need no turns: each sends its request when it has planned it."""
 
 
 @dataclass

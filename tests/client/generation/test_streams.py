@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+from functools import partial
 
 import pytest
 
@@ -31,6 +32,49 @@ async def test_stream_async(endpoint, peer):
         deltas = [delta async for delta in stream]
         assert [delta.token_ids for delta in deltas] == [(3,), (4,), (5,)]
         assert stream.reply.text == " 3 4 5"
+
+
+class Noted(list):
+    """A prompt that notes when it is read, and when the event loop has had a turn since."""
+
+    def __init__(self, name, notes):
+        super().__init__([1, 2])
+        self.name, self.notes = name, notes
+
+    def __iter__(self):
+        self.notes.append(("planned", self.name))
+        asyncio.get_running_loop().call_soon(self.notes.append, ("turn", self.name))
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("method", ["generate", "stream", "generate_many"])
+async def test_each_request_may_leave_before_the_next_is_planned(endpoint, peer, method):
+    notes = []
+    prompts = [Noted(number, notes) for number in range(4)]
+    async with residuum.AsyncClient(endpoint) as client:
+
+        async def read(prompt):
+            async with client.stream(prompt, max_tokens=1) as stream:
+                return [delta async for delta in stream]
+
+        if method == "generate_many":
+            await client.generate_many(prompts, max_tokens=1, progress=False)
+        else:
+            start = read if method == "stream" else partial(client.generate, max_tokens=1)
+            await asyncio.gather(*map(start, prompts))
+    assert notes == [(note, number) for number in range(4) for note in ("planned", "turn")]
+
+
+async def test_a_task_that_is_cancelled_before_its_turn_leaves_it_to_the_next(endpoint, peer):
+    async with residuum.AsyncClient(endpoint) as client:
+        for turns in range(3):
+            tasks = [asyncio.ensure_future(client.generate("a", max_tokens=1)) for _ in range(3)]
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            tasks[0].cancel()
+            replies = await asyncio.gather(*tasks, return_exceptions=True)
+            assert isinstance(replies[0], asyncio.CancelledError)
+            assert [reply.text for reply in replies[1:]] == [" 2", " 2"]
 
 
 @pytest.mark.parametrize("how", ["leave", "close", "forget"])

@@ -35,6 +35,7 @@ async def generate(request: Request) -> Response:
         updatable=True,
         **sampling_of(body.get("sampling", {})),
     )
+    await stream.open()  # so that a refusal is the answer, with its status code
     return event_stream(_events(stream))
 
 
