@@ -6,19 +6,21 @@ from typing import TYPE_CHECKING
 
 from inference_svc.admission.kept_parts import KeptParts
 from inference_svc.admission.operator_rules import OperatorRules
-from inference_svc.admission.probes import check_scores, probe_digests
+from inference_svc.admission.probes import check_scores, products_of
 from inference_svc.admission.rules import check_rules, steering_of_rules, with_rules
 from inference_svc.admission.sampling import check_capture_size, check_prompt, check_sampling
 from inference_svc.admission.specs import ResolvedSpec, SpecResolver, check_skip
 from inference_svc.admission.steering import (
+    VectorUse,
     check_demand,
     demand_of_steering,
     directions_of,
+    distinct_uses,
     resolve_steering,
-    widths_of,
+    uses_of,
 )
 from inference_svc.resources.vector_cache import vector_name
-from residuum.v1 import inference_pb2, steering_pb2
+from residuum.v1 import inference_pb2, probe_pb2, steering_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -74,7 +76,7 @@ class Admission:
         resolved = resolve_steering(steering, self._facts)
         resolved.ClearField("updatable")  # the running request is updatable, whatever the new steering says
         check_demand(demand_of_steering(resolved, running.capture, running.probes))
-        self._check_vectors(tenant, widths_of(resolved, self._facts), directions_of(resolved))
+        self._check_vectors(tenant, uses_of(resolved, self._facts), directions_of(resolved))
         return resolved
 
     def check_sampling(self, parameters: inference_pb2.SamplingParameters) -> None:
@@ -111,24 +113,30 @@ class Admission:
             self._saes.check(tenant, spec.capture, [self._facts.width(site) for site in spec.capture.sites])
         self._check_vectors(tenant, *spec.shared.derived("own vectors", lambda: self._own_vectors(spec.shared)))
 
-    def _own_vectors(self, spec: SharedSpec) -> tuple[Sequence[tuple[bytes, int]], Sequence[bytes]]:
-        """Return the caller's vectors, each with the elements of the rows that it is for, and those with a direction.
+    def _own_vectors(self, spec: SharedSpec) -> tuple[Sequence[VectorUse], Sequence[bytes]]:
+        """Return the caller's vectors, and those that must have a direction.
 
         The operator's rules were checked when their file was read, and a tenant's lack of room is not theirs.
         """
+        steering, probes = spec.steering or steering_pb2.SteeringSpec(), spec.own_probes or probe_pb2.ProbeSpec()
+        facts, width = self._facts, self._facts.hidden_size
         projected = spec.capture.encoding_options.vectors if spec.capture else ()
-        steering = with_rules(spec.steering, steering_of_rules(spec.own_probes).operations)
-        widths = [(digest, self._facts.hidden_size) for digest in (*projected, *probe_digests(spec.own_probes))]
-        return [*widths, *widths_of(steering, self._facts)], list(directions_of(steering))
+        uses = [VectorUse(digest, width, "capture.encoding_options.vectors") for digest in projected]
+        for index, probe in enumerate(probes.probes):
+            field = f"probes.probes[{index}] ({probe.name})"
+            uses += [VectorUse(product.digest, width, field) for product in products_of(probe)]
+        uses += uses_of(steering, facts)
+        for index, rule in enumerate(probes.rules):
+            uses += uses_of(rule.steering, facts, f"probes.rules[{index}].steering")
+        return distinct_uses(uses), list(directions_of(with_rules(steering, steering_of_rules(probes).operations)))
 
-    def _check_vectors(self, tenant: str, widths: Sequence[tuple[bytes, int]], directions: Iterable[bytes]) -> None:
-        """Check vectors: pairs of a digest and the elements of the rows that it is for."""
-        if not widths:
+    def _check_vectors(self, tenant: str, uses: Sequence[VectorUse], directions: Iterable[bytes]) -> None:
+        if not uses:
             return
-        names = [(vector_name(tenant, digest), width) for digest, width in widths]
-        self._vectors.check_room(dict(names).values())
-        self._vectors.check_present(name for name, _ in names)
-        for name, width in names:
-            self._vectors.check_width(name, width)
+        names = [vector_name(tenant, use.digest) for use in uses]
+        self._vectors.check_room({name: use.width for name, use in zip(names, uses, strict=True)}.values())
+        self._vectors.check_present(names)
+        for name, use in zip(names, uses, strict=True):
+            self._vectors.check_width(name, use.width, use.field)
         for digest in directions:
             self._vectors.check_direction(vector_name(tenant, digest))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from google.protobuf import json_format
 
-from inference_svc.admission.steering import directions_of, widths_of
+from inference_svc.admission.steering import directions_of, uses_of
 from residuum.v1 import steering_pb2, tensor_pb2
 from residuum.wire.digests import vector_message
 from residuum.wire.limits import MAX_DIRECTION_NORM, MIN_DIRECTION_NORM
@@ -67,10 +67,10 @@ def check_vectors(
     Raises:
         ValueError: A vector is not as long as the rows, or has no direction.
     """
-    for digest, width in widths_of(steering, facts):
-        length = len(vectors[digest].values) // 4  # float32
-        if length != width:
-            raise ValueError(f"a vector has {length} elements, but the rows that it steers have {width}")
+    for use in uses_of(steering, facts):
+        length = len(vectors[use.digest].values) // 4  # float32
+        if length != use.width:
+            raise ValueError(f"a vector has {length} elements, but the rows that it steers have {use.width}")
     for digest in directions_of(steering):
         norm = float(np.linalg.norm(np.frombuffer(vectors[digest].values, "<f4").astype(np.float64)))
         if not MIN_DIRECTION_NORM <= norm <= MAX_DIRECTION_NORM:

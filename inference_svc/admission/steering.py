@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from inference_svc.admission.fields import check_selection, invalid, layer_list, site_name
 from inference_svc.admission.gates import gate_digests, has_gate, resolve_gate
@@ -15,7 +15,7 @@ from residuum.v1 import capture_pb2, steering_pb2
 from residuum.wire.limits import DIGEST_BYTES, MAX_OPERATIONS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from inference_svc.model_facts import ModelFacts
     from inference_svc.taps.steps.demand import Demand
@@ -37,15 +37,31 @@ def directions_of(steering: steering_pb2.SteeringSpec) -> set[bytes]:
     return {digest for item in own for digest in layer_digests(item)} | set(gates)
 
 
-def widths_of(steering: steering_pb2.SteeringSpec, facts: ModelFacts) -> list[tuple[bytes, int]]:
-    """Return the digests of a checked spec's vectors, each with the elements of the rows that it is for."""
-    return list(
-        dict.fromkeys(
-            (digest, facts.width(item.site or capture_pb2.SITE_RESID_POST))
-            for item in steering.operations
-            for digest in _all_digests(item)
-        )
+class VectorUse(NamedTuple):
+    """A vector that a request needs, and what for."""
+
+    digest: bytes
+    width: int
+    """The elements of the rows that it is for."""
+    field: str
+    """The field that names it, for errors."""
+
+
+def uses_of(steering: steering_pb2.SteeringSpec, facts: ModelFacts, name: str = "steering") -> list[VectorUse]:
+    """Return the vectors of a checked spec. `name` is the name of its field."""
+    return distinct_uses(
+        VectorUse(digest, facts.width(item.site or capture_pb2.SITE_RESID_POST), f"{name}.operations[{index}]")
+        for index, item in enumerate(steering.operations)
+        for digest in _all_digests(item)
     )
+
+
+def distinct_uses(uses: Iterable[VectorUse]) -> list[VectorUse]:
+    """Return the first use of each vector for rows of each width."""
+    first: dict[tuple[bytes, int], VectorUse] = {}
+    for use in uses:
+        first.setdefault((use.digest, use.width), use)
+    return list(first.values())
 
 
 def _all_digests(operation: steering_pb2.SteeringOperation) -> list[bytes]:

@@ -314,6 +314,7 @@ def _wrong_width(digest: bytes, width: int, rows: Sequence[int]) -> Failure:
         f"{' or '.join(map(str, rows))}. Use an autoencoder of this model and site.",
         length=width,
         width=rows[0],
+        encoder=digest.hex(),
     )
 
 

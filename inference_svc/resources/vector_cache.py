@@ -141,8 +141,8 @@ class VectorCache:
                     allowed=allowed,
                 )
 
-    def check_width(self, name: bytes, width: int) -> None:
-        """Check that a cached vector has as many elements as the rows that it is for.
+    def check_width(self, name: bytes, width: int, field: str) -> None:
+        """Check that a cached vector has as many elements as the rows that it is for. `field` names it in the request.
 
         Raises:
             Failure: It has another length.
@@ -152,10 +152,11 @@ class VectorCache:
             digest = digest_in(name).hex()
             raise Failure(
                 Reason.ERROR_REASON_WRONG_LENGTH,
-                f"The vector {digest} has {length} elements, but the rows that it is for have {width}. Use a vector "
-                "of that length.",
+                f"The vector {digest} of {field} has {length} elements, but the rows that it is for have {width}. Use "
+                "a vector of that length.",
                 length=length,
                 width=width,
+                field=field,
             )
 
     def put(self, vector: tensor_pb2.Vector, tenant: str = "", max_bytes: int | None = None) -> None:

@@ -186,12 +186,18 @@ def test_other_sites_are_refused_by_name(engine: Engine, site: str) -> None:
 
 def test_a_vector_of_another_width_is_refused(engine: Engine) -> None:
     narrow, wide = make_vector(engine, "z"), make_vector(engine, "mlp_act")
-    with pytest.raises(residuum.BadVector, match="has 128 elements, but the rows that it is for have 320"):
+    with pytest.raises(residuum.BadVector, match=r"of steering.operations\[0\] has 128 elements, but .* have 320"):
         engine.client.generate(PROMPT[:4], max_tokens=1, steer=residuum.Add(narrow, layer=1, site="mlp_act"))
-    with pytest.raises(residuum.BadVector, match="has 320 elements, but the rows that it is for have 128"):
+    with pytest.raises(residuum.BadVector, match=r"of steering.operations\[0\] has 320 elements, but .* have 128"):
         engine.client.generate(PROMPT[:4], max_tokens=1, steer=residuum.Add(wide, layer=1))
+    probe = residuum.Probe(wide.values, layer=1, name="lies")
+    with pytest.raises(residuum.BadVector, match=r"of probes.probes\[0\] \(lies\) has 320 elements, but .* have 128"):
+        engine.client.generate(PROMPT[:4], max_tokens=1, probes=probe)
+    rule = residuum.Rule(residuum.Probe(narrow.values, layer=1), above=0.5, then=residuum.Add(wide, layer=1))
+    with pytest.raises(residuum.BadVector, match=r"of probes.rules\[0\].steering.operations\[0\] has 320 elements"):
+        engine.client.generate(PROMPT[:4], max_tokens=2, rules=rule)
     capture = residuum.Capture(encoding="project", vectors=[wide])
-    with pytest.raises(residuum.BadVector, match="has 320 elements, but the rows that it is for have 128"):
+    with pytest.raises(residuum.BadVector, match=r"of capture.encoding_options.vectors has 320 elements, but .* 128"):
         engine.client.generate(PROMPT[:4], max_tokens=1, capture=capture)
     with pytest.raises(residuum.BadVector, match="7 elements, but the rows of this model have 128 or 320"):
         engine.client.put_vectors([residuum.Vector(np.ones(7))])

@@ -326,7 +326,8 @@ class AsyncGenerationClient(AsyncUploadClient):
         request = inference_pb2.RegisterRequestRequest(spec=plan.spec)
         await self._check_understood(plan.spec.steering, plan.probes)
         answer = await self._call(self.endpoint, self._inference.RegisterRequest, request, request_id=request_id or "")
-        await self._send(vector_upload.only(plan.vectors, answer.missing_digests))
+        with vector_upload.naming_owner(plan.operations, plan.probes):
+            await self._send(vector_upload.only(plan.vectors, answer.missing_digests))
         self._ledger.add(plan.vectors)
         await self._provide_sae(plan.sae)
         seconds = answer.time_to_live.seconds + answer.time_to_live.nanos / 1e9
@@ -364,7 +365,8 @@ class AsyncGenerationClient(AsyncUploadClient):
         if rows := stored_rows(plan.operations):
             plan = plan.filled(await self._read_rows(rows, {}))
         await self._check_understood(plan.request.steering)
-        await self._provide(plan.vectors)
+        with vector_upload.naming_owner(plan.operations):
+            await self._provide(plan.vectors)
         try:
             answer = await self._update(plan)
         except exc.MissingVectors:
@@ -450,7 +452,8 @@ class AsyncGenerationClient(AsyncUploadClient):
         if rows := stored_rows(plan.operations):
             plan = plan.filled(await self._read_rows(rows, known, timeout))
         await self._check_understood(plan.request.spec.steering, plan.probes)
-        await self._provide(plan.vectors)
+        with vector_upload.naming_owner(plan.operations, plan.probes):
+            await self._provide(plan.vectors)
         await self._provide_sae(plan.sae)
         try:
             call, builder = await self._generate(plan, timeout)

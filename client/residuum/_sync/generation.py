@@ -327,7 +327,8 @@ class GenerationClient(UploadClient):
         request = inference_pb2.RegisterRequestRequest(spec=plan.spec)
         self._check_understood(plan.spec.steering, plan.probes)
         answer = self._call(self.endpoint, self._inference.RegisterRequest, request, request_id=request_id or "")
-        self._send(vector_upload.only(plan.vectors, answer.missing_digests))
+        with vector_upload.naming_owner(plan.operations, plan.probes):
+            self._send(vector_upload.only(plan.vectors, answer.missing_digests))
         self._ledger.add(plan.vectors)
         self._provide_sae(plan.sae)
         seconds = answer.time_to_live.seconds + answer.time_to_live.nanos / 1e9
@@ -365,7 +366,8 @@ class GenerationClient(UploadClient):
         if rows := stored_rows(plan.operations):
             plan = plan.filled(self._read_rows(rows, {}))
         self._check_understood(plan.request.steering)
-        self._provide(plan.vectors)
+        with vector_upload.naming_owner(plan.operations):
+            self._provide(plan.vectors)
         try:
             answer = self._update(plan)
         except exc.MissingVectors:
@@ -451,7 +453,8 @@ class GenerationClient(UploadClient):
         if rows := stored_rows(plan.operations):
             plan = plan.filled(self._read_rows(rows, known, timeout))
         self._check_understood(plan.request.spec.steering, plan.probes)
-        self._provide(plan.vectors)
+        with vector_upload.naming_owner(plan.operations, plan.probes):
+            self._provide(plan.vectors)
         self._provide_sae(plan.sae)
         try:
             call, builder = self._generate(plan, timeout)

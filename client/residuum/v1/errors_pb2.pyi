@@ -48,8 +48,9 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_DIGEST_MISMATCH: _ErrorReason.ValueType  # 8
     """INVALID_ARGUMENT: a vector does not match its digest. Metadata: `digest`."""
     ERROR_REASON_WRONG_LENGTH: _ErrorReason.ValueType  # 9
-    """INVALID_ARGUMENT: a vector is not as long as the rows that it is for. Metadata: `length`, and `width`, or
-    `hidden_size` if no row that can be steered has this length.
+    """INVALID_ARGUMENT: a vector is not as long as the rows that it is for, or an encoder takes rows of another length.
+    Metadata: `length`, and `width`, or `hidden_size` if no row that can be steered has this length. Also `field`, which
+    needs the vector, or `encoder`, the encoder's digest in hexadecimal.
     """
     ERROR_REASON_WRONG_DTYPE: _ErrorReason.ValueType  # 10
     """INVALID_ARGUMENT: a vector's element type is not accepted. Metadata: `dtype`."""
@@ -153,8 +154,9 @@ ERROR_REASON_PROMPT_TOO_LONG: ErrorReason.ValueType  # 7
 ERROR_REASON_DIGEST_MISMATCH: ErrorReason.ValueType  # 8
 """INVALID_ARGUMENT: a vector does not match its digest. Metadata: `digest`."""
 ERROR_REASON_WRONG_LENGTH: ErrorReason.ValueType  # 9
-"""INVALID_ARGUMENT: a vector is not as long as the rows that it is for. Metadata: `length`, and `width`, or
-`hidden_size` if no row that can be steered has this length.
+"""INVALID_ARGUMENT: a vector is not as long as the rows that it is for, or an encoder takes rows of another length.
+Metadata: `length`, and `width`, or `hidden_size` if no row that can be steered has this length. Also `field`, which
+needs the vector, or `encoder`, the encoder's digest in hexadecimal.
 """
 ERROR_REASON_WRONG_DTYPE: ErrorReason.ValueType  # 10
 """INVALID_ARGUMENT: a vector's element type is not accepted. Metadata: `dtype`."""

@@ -145,3 +145,37 @@ async def test_many_vectors_are_sent_in_several_calls(client, peer, monkeypatch)
     sent = await client.put_vectors([vector(seed) for seed in range(20, 25)])
     assert sent.sent == 5
     assert peer.calls == ["FindMissingVectors", *["PutVectors"] * 3]
+
+
+WRONG = residuum.Vector.from_array(np.ones(HIDDEN + 1))
+OWNERS = {
+    "operation": (
+        {"steer": [residuum.Add(vector(8), layer=1), residuum.Add(WRONG, layer=1)]},
+        r"It belongs to steer\[1\], which is Add\.$",
+    ),
+    "probe": (
+        {"probes": [residuum.Probe(np.ones(HIDDEN + 1), layer=1, name="lies")]},
+        r"It belongs to the probe 'lies'\.$",
+    ),
+    "capture": ({"capture": residuum.Capture(encoding="project", vectors=[WRONG])}, r"elements, not \d+\.$"),
+}
+
+
+@pytest.mark.parametrize("method", ["generate", "register"])
+@pytest.mark.parametrize(("asked", "message"), OWNERS.values(), ids=OWNERS)
+async def test_the_error_of_a_vector_says_what_it_belongs_to(client, asked, message, method):
+    arguments = ("a",) if method == "generate" else ()
+    with pytest.raises(residuum.BadVector, match=message):
+        await getattr(client, method)(*arguments, **asked)
+
+
+async def test_the_error_of_a_new_vector_says_what_it_belongs_to(endpoint, peer):
+    async with residuum.AsyncClient(endpoint) as client, client.stream("a", max_tokens=3, updatable=True) as stream:
+        with pytest.raises(residuum.BadVector, match=r"It belongs to steer\[0\], which is Add\.$"):
+            await stream.update_steering(residuum.Add(vector(8), layer=1, gate=residuum.Gate(WRONG)))
+
+
+async def test_an_encoder_for_other_rows_is_no_bad_vector(client, peer):
+    peer.script.failures = [Failure(Reason.ERROR_REASON_WRONG_LENGTH, "It has 4, not 8.", length="4", encoder="ab")]
+    with pytest.raises(residuum.BadSAE, match="It has 4, not 8"):
+        await client.generate("a")

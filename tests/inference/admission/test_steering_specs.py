@@ -15,7 +15,7 @@ from inference_svc.admission.steering import (
     digests_of,
     directions_of,
     resolve_steering,
-    widths_of,
+    uses_of,
 )
 from inference_svc.requests.plans import make_operations, make_plan
 from inference_svc.requests.registry import Running
@@ -177,7 +177,9 @@ def test_the_vector_of_a_gate_is_needed_as_any_other_and_must_have_a_direction()
     assert directions_of(resolved.steering) == {A, B, C}
     facts = SimpleNamespace(width=lambda site: {capture_pb2.SITE_RESID_POST: 8, capture_pb2.SITE_Z: 12}[site])
     inside = gated(made=at(capture_pb2.SITE_Z))
-    assert widths_of(steering(gated(), inside), facts) == [(A, 8), (C, 8), (A, 12), (C, 12)]
+    first, second = "steering.operations[0]", "steering.operations[1]"
+    expected = [(A, 8, first), (C, 8, first), (A, 12, second), (C, 12, second)]
+    assert uses_of(steering(gated(), inside, gated()), facts) == expected
 
 
 def test_the_default_measure_of_a_gate_is_filled_in_so_that_equal_steering_is_equal():

@@ -169,10 +169,11 @@ def test_vectors_of_several_widths_share_the_memory():
     cache.check_room([16, 16, 4, 4])
     with pytest.raises(Failure, match="of 176 bytes in total, but the service keeps at most 100 vectors and 160 bytes"):
         cache.check_room([16, 16, 4, 4, 4])
-    cache.check_width(wide[1].digest, 16)
-    with pytest.raises(Failure, match="has 16 elements, but the rows that it is for have 4") as caught:
-        cache.check_width(wide[1].digest, 4)
-    assert (caught.value.reason_name, caught.value.metadata) == ("WRONG_LENGTH", {"length": "16", "width": "4"})
+    cache.check_width(wide[1].digest, 16, "steering")
+    with pytest.raises(Failure, match="of steering has 16 elements, but the rows that it is for have 4") as caught:
+        cache.check_width(wide[1].digest, 4, "steering")
+    assert caught.value.reason_name == "WRONG_LENGTH"
+    assert caught.value.metadata == {"length": "16", "width": "4", "field": "steering"}
     with pytest.raises(Failure, match="has 5 elements, but the rows of this model have 4 or 16"):
         cache.put(vector(*range(5)))
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from residuum import exceptions as exc
 from residuum.protocol.failures import from_item_error
-from residuum.protocol.requests import distinct
+from residuum.protocol.requests import distinct, vectors_of
 from residuum.v1 import inference_pb2
+from residuum.values.probes.probe import Probe
 from residuum.values.replies.uploads import PutResult
+from residuum.values.steering.operations import Operation
 from residuum.values.tensors.vector import Vector
 from residuum.wire.limits import MAX_DIGESTS_PER_CALL, MAX_VECTORS_PER_CALL
 
@@ -75,6 +78,22 @@ def check_results(vectors: Sequence[Vector], response: inference_pb2.PutVectorsR
         error = from_item_error(refused[0].error, digest=refused[0].digest.hex())
         others = f" ({len(refused)} of {len(vectors)} vectors were refused.)" if len(refused) > 1 else ""
         raise type(error)(f"{error}{others}", reason=error.reason, metadata=error.metadata)
+
+
+@contextmanager
+def naming_owner(operations: Sequence[Operation], probes: Sequence[Probe] = ()) -> Iterator[None]:
+    """Add to the error of a refused vector which operation or probe of a request it belongs to."""
+    try:
+        yield
+    except exc.BadVector as error:
+        owners = {vector.hexdigest: f"the probe {probe.name!r}" for probe in probes for vector in probe.vectors}
+        for index, operation in enumerate(operations):
+            name = f"steer[{index}], which is {type(operation).__name__}"
+            owners.update((vector.hexdigest, name) for vector in vectors_of([operation]))
+        owner = owners.get(error.metadata.get("digest", ""))
+        if owner is None:
+            raise
+        raise type(error)(f"{error} It belongs to {owner}.", reason=error.reason, metadata=error.metadata) from None
 
 
 def put_result(given: Sequence[Vector], sent: Sequence[Vector]) -> PutResult:
