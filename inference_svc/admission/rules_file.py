@@ -39,6 +39,7 @@ from residuum.wire.probes.arithmetic import is_valid_probe_name
 from residuum.wire.probes.files import ProbeFile, parse
 from residuum.wire.probes.rules import problem_of
 from residuum.wire.probes.smoothing import from_text
+from residuum.wire.selection import selects_any
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -203,7 +204,12 @@ def _fitted(unchecked: _UncheckedRule, facts: ModelFacts) -> OperatorRule:
     width, length = facts.width(resolved.probes[0].site), len(unchecked.vectors[0].values) // 4  # float32
     if length != width:
         raise ValueError(f"{unchecked.path}: the probe reads rows of {length} elements, not {width}")
-    check_vectors(resolved.rules[0].steering, unchecked.steering_vectors, facts)
+    steering = resolved.rules[0].steering
+    check_vectors(steering, unchecked.steering_vectors, facts)
+    # A prompt of one token leaves the most positions to generate.
+    may_apply = (selects_any(item.positions, 1, 1, facts.max_model_len) for item in steering.operations)
+    if steering.operations and not any(may_apply):
+        raise ValueError("its steer would never apply: it selects no position after the prompt. Choose other positions")
     name = OPERATOR + unchecked.given.name  # which no caller's rule can have
     resolved.probes[0].name = resolved.rules[0].name = resolved.rules[0].probe = name
     vectors = (*unchecked.vectors, *unchecked.steering_vectors.values())

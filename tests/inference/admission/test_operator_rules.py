@@ -178,6 +178,8 @@ def test_a_rule_may_watch_a_probe_of_several_places(write, tmp_path):
         ([STEERING.replace('vector = "joy.npy"', "layer_vectors = 3")], "layer_vectors is 3; it must be a list"),
         ([STEERING.replace("vector", "digest")], "name the file"),
         ([STEERING.replace("[1]", "[9]")], "There is no layer 9"),
+        ([STEERING + 'positions = { phases = ["PHASE_PROMPT"] }'], "it selects no position after the prompt"),
+        ([STEERING + "positions = { ranges = [{ first = -1, last = -1 }] }"], "selects no position after the prompt"),
         (["name = "], "is not TOML"),
         ([BASIC.replace("one", "deep")], "There is no layer 7"),
         ([BASIC.replace("one", "wide")], "reads rows of 9 elements, not 4"),
