@@ -33,7 +33,7 @@ from tests.archive.support import (
     stats,
     wait_for_state,
 )
-from tests.store.support import grid, serving, stored_frames
+from tests.store.support import describe, grid, make_chunk, serving, stored_frames
 from tests.waiting import wait_for
 
 WIDTH = 1024
@@ -138,9 +138,11 @@ def test_a_frame_that_is_dropped_before_it_is_read_is_fetched_unless_the_caller_
 ) -> None:
     """The read has the key of the frame since the capture was open."""
     with serving(tmp_path / "store", archive=url, archive_keep_bytes=0) as (store, client):
-        capture(client)
+        client.open(describe("a", layers=LAYERS, prompt=2))
+        client.append([make_chunk(LAYERS, [at]) for at in range(2)], "a")
         with store._db.read() as txn:
             keys = [key for key, _ in stored_frames(txn)]
+        client.seal("a", generated=(1,))
         wait_for(lambda: store._db.num_chunks() == 0, "empty database")
         frames = FrameAccess(store._db, store._archive.fetcher)
         with frames.frame(keys[0], "a", lambda: False) as frame:
