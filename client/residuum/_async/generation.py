@@ -52,7 +52,7 @@ class AsyncGenerationClient(AsyncUploadClient):
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self._server_reads: frozenset[str] = frozenset()  # the newer fields that the server is known to read
-        self._turn = io.Turn()
+        self._turns = io.Turns()
 
     async def generate(
         self,
@@ -410,11 +410,10 @@ class AsyncGenerationClient(AsyncUploadClient):
         self, make_plan: Callable[[], GenerationPlan], timeout: float | None, rows: dict[StoredRow, Vector]
     ) -> AsyncStream:
         async def start() -> tuple[io.Call, ReplyBuilder]:
-            # Of requests that start at the same time, each is sent before the next is planned. Without turns, all would
-            # be planned before the first is sent, and the server would have nothing to do meanwhile.
-            async with self._turn:
-                plan = make_plan()
-            return await self._start(plan, timeout, rows)
+            # Without turns, all requests that start at the same time would be planned before the first is sent, and the
+            # server would have nothing to do meanwhile.
+            await self._turns.take()
+            return await self._start(make_plan(), timeout, rows)
 
         return make_stream(start, self.endpoint, self.update_steering)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,25 +26,47 @@ if TYPE_CHECKING:
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
+_TURN_SECONDS = 0.0002
+"""About the time that a task needs to build the message of a request."""
+
 sleep = asyncio.sleep
 
 
-class Turn:
-    """Lets tasks do something one after another. Between them, the event loop does what else is waiting."""
+class Turns:
+    """Spreads the work of tasks that start at the same time over several turns of the event loop.
+
+    Between them, the loop does what else is waiting. In each turn, it lets in as many tasks as could have worked during
+    the turn before. So they share its time with everything else, however long its turns are.
+    """
 
     def __init__(self) -> None:
-        self._lock = asyncio.Lock()
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._is_taken = False
+        self._began = 0.0
 
-    async def __aenter__(self) -> None:
-        await self._lock.acquire()
-        try:
-            await asyncio.sleep(0)  # tasks that start at the same time find the lock taken, and wait for it
-        except BaseException:
-            self._lock.release()
-            raise
+    async def take(self) -> None:
+        """Return at once if no other task has taken this turn, otherwise in a later one."""
+        loop = asyncio.get_running_loop()
+        if self._is_taken:
+            waiter = loop.create_future()
+            self._waiting.append(waiter)
+            await waiter
+        else:
+            self._is_taken, self._began = True, loop.time()
+            loop.call_soon(self._let_in, loop)
 
-    async def __aexit__(self, *error: object) -> None:
-        self._lock.release()
+    def _let_in(self, loop: asyncio.AbstractEventLoop) -> None:
+        now = loop.time()
+        count = max(1, int((now - self._began) / _TURN_SECONDS))
+        self._began = now
+        while self._waiting and count:
+            waiter = self._waiting.popleft()
+            if not waiter.done():  # it is if its task was cancelled
+                waiter.set_result(None)
+                count -= 1
+        self._is_taken = not count or bool(self._waiting)
+        if self._is_taken:
+            loop.call_soon(self._let_in, loop)
 
 
 class Stop:

@@ -53,7 +53,7 @@ class GenerationClient(UploadClient):
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self._server_reads: frozenset[str] = frozenset()  # the newer fields that the server is known to read
-        self._turn = io.Turn()
+        self._turns = io.Turns()
 
     def generate(
         self,
@@ -411,11 +411,10 @@ class GenerationClient(UploadClient):
         self, make_plan: Callable[[], GenerationPlan], timeout: float | None, rows: dict[StoredRow, Vector]
     ) -> Stream:
         def start() -> tuple[io.Call, ReplyBuilder]:
-            # Of requests that start at the same time, each is sent before the next is planned. Without turns, all would
-            # be planned before the first is sent, and the server would have nothing to do meanwhile.
-            with self._turn:
-                plan = make_plan()
-            return self._start(plan, timeout, rows)
+            # Without turns, all requests that start at the same time would be planned before the first is sent, and the
+            # server would have nothing to do meanwhile.
+            self._turns.take()
+            return self._start(make_plan(), timeout, rows)
 
         return make_stream(start, self.endpoint, self.update_steering)
 

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -34,8 +33,13 @@ _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 sleep = time.sleep
-Turn = nullcontext
-"""Threads need no turns: each sends its request when it has planned it."""
+
+
+class Turns:
+    """Threads need no turns: each sends its request when it has built the message."""
+
+    def take(self) -> None:
+        """Return at once."""
 
 
 @dataclass

@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 
 import residuum
+from residuum._async import io
 
 
 def test_stream_sync(endpoint, peer):
@@ -48,9 +49,9 @@ class Noted(list):
 
 
 @pytest.mark.parametrize("method", ["generate", "stream", "generate_many"])
-async def test_each_request_may_leave_before_the_next_is_planned(endpoint, peer, method):
+async def test_the_first_request_may_leave_before_the_last_is_planned(endpoint, peer, method):
     notes = []
-    prompts = [Noted(number, notes) for number in range(4)]
+    prompts = [Noted(number, notes) for number in range(32)]
     async with residuum.AsyncClient(endpoint) as client:
 
         async def read(prompt):
@@ -62,19 +63,42 @@ async def test_each_request_may_leave_before_the_next_is_planned(endpoint, peer,
         else:
             start = read if method == "stream" else partial(client.generate, max_tokens=1)
             await asyncio.gather(*map(start, prompts))
-    assert notes == [(note, number) for number in range(4) for note in ("planned", "turn")]
+    assert [number for note, number in notes if note == "planned"] == list(range(32))
+    assert notes.index(("turn", 0)) < notes.index(("planned", 31))
 
 
-async def test_a_task_that_is_cancelled_before_its_turn_leaves_it_to_the_next(endpoint, peer):
-    async with residuum.AsyncClient(endpoint) as client:
-        for turns in range(3):
-            tasks = [asyncio.ensure_future(client.generate("a", max_tokens=1)) for _ in range(3)]
-            for _ in range(turns):
-                await asyncio.sleep(0)
-            tasks[0].cancel()
-            replies = await asyncio.gather(*tasks, return_exceptions=True)
-            assert isinstance(replies[0], asyncio.CancelledError)
-            assert [reply.text for reply in replies[1:]] == [" 2", " 2"]
+@pytest.mark.parametrize(("seconds", "counts"), [(0.0, [1] * 6), (0.0007, [1, 3, 2]), (1.0, [1, 5])])
+async def test_a_turn_lets_in_as_many_tasks_as_the_last_one_had_time_for(monkeypatch, seconds, counts):
+    turns, loop, taken = io.Turns(), asyncio.get_running_loop(), [0]
+    monkeypatch.setattr(loop, "time", lambda: seconds * (len(taken) - 1))
+
+    async def work():
+        while sum(taken) < 6:
+            await asyncio.sleep(0)
+            taken.append(0)
+
+    async def take():
+        await turns.take()
+        taken[-1] += 1
+
+    await asyncio.gather(work(), *(take() for _ in range(6)))
+    assert [count for count in taken if count] == counts
+
+
+async def test_cancelled_tasks_leave_their_turns_to_others():
+    turns, taken = io.Turns(), []
+
+    async def take(number):
+        await turns.take()
+        taken.append(number)
+
+    for _ in range(2):  # once more: nothing of the first time is left
+        tasks = [asyncio.ensure_future(take(number)) for number in range(4)]
+        await asyncio.sleep(0)
+        tasks[1].cancel()
+        tasks[3].cancel()
+        await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10)
+    assert taken == [0, 2, 0, 2]
 
 
 @pytest.mark.parametrize("how", ["leave", "close", "forget"])
