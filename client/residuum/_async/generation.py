@@ -412,8 +412,9 @@ class AsyncGenerationClient(AsyncUploadClient):
         async def start() -> tuple[io.Call, ReplyBuilder]:
             # Without turns, all requests that start at the same time would be planned before the first is sent, and the
             # server would have nothing to do meanwhile.
-            await self._turns.take()
-            return await self._start(make_plan(), timeout, rows)
+            async with self._turns:
+                plan = make_plan()
+            return await self._start(plan, timeout, rows)
 
         return make_stream(start, self.endpoint, self.update_steering)
 

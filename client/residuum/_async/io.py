@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
@@ -26,14 +27,18 @@ if TYPE_CHECKING:
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
-_TURN_SECONDS = 0.0002
+_WORK_SECONDS = 0.001
+"""The time that tasks may work in a turn of the event loop before others have to wait. Waits cost time, too."""
+_TASK_SECONDS = 0.0002
 """About the time that a task needs to build the message of a request."""
+_SAME_TURN_SECONDS = 0.0001
+"""A task that comes this soon after another one has worked is taken to come in the same turn."""
 
 sleep = asyncio.sleep
 
 
 class Turns:
-    """Spreads the work of tasks that start at the same time over several turns of the event loop.
+    """A context that spreads the work of tasks that start at the same time over several turns of the event loop.
 
     Between them, the loop does what else is waiting. In each turn, it lets in as many tasks as could have worked during
     the turn before. So they share its time with everything else, however long its turns are.
@@ -41,31 +46,36 @@ class Turns:
 
     def __init__(self) -> None:
         self._waiting: deque[asyncio.Future[None]] = deque()
-        self._is_taken = False
-        self._began = 0.0
+        self._turn_began = 0.0
+        self._work_ended = -math.inf
 
-    async def take(self) -> None:
-        """Return at once if no other task has taken this turn, otherwise in a later one."""
+    async def __aenter__(self) -> None:
         loop = asyncio.get_running_loop()
-        if self._is_taken:
-            waiter = loop.create_future()
-            self._waiting.append(waiter)
-            await waiter
-        else:
-            self._is_taken, self._began = True, loop.time()
+        now = loop.time()
+        if not self._waiting:
+            if now - self._work_ended > _SAME_TURN_SECONDS:
+                self._turn_began = now
+            if now - self._turn_began < _WORK_SECONDS:
+                return
+            self._turn_began = now
             loop.call_soon(self._let_in, loop)
+        waiter = loop.create_future()
+        self._waiting.append(waiter)
+        await waiter
+
+    async def __aexit__(self, *error: object) -> None:
+        self._work_ended = asyncio.get_running_loop().time()
 
     def _let_in(self, loop: asyncio.AbstractEventLoop) -> None:
         now = loop.time()
-        count = max(1, int((now - self._began) / _TURN_SECONDS))
-        self._began = now
+        count = max(1, int((now - self._turn_began) / _TASK_SECONDS))
+        self._turn_began = now
         while self._waiting and count:
             waiter = self._waiting.popleft()
             if not waiter.done():  # it is if its task was cancelled
                 waiter.set_result(None)
                 count -= 1
-        self._is_taken = not count or bool(self._waiting)
-        if self._is_taken:
+        if self._waiting:
             loop.call_soon(self._let_in, loop)
 
 

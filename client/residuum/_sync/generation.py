@@ -413,8 +413,9 @@ class GenerationClient(UploadClient):
         def start() -> tuple[io.Call, ReplyBuilder]:
             # Without turns, all requests that start at the same time would be planned before the first is sent, and the
             # server would have nothing to do meanwhile.
-            self._turns.take()
-            return self._start(make_plan(), timeout, rows)
+            with self._turns:
+                plan = make_plan()
+            return self._start(plan, timeout, rows)
 
         return make_stream(start, self.endpoint, self.update_steering)
 

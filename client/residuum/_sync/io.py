@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -33,13 +34,8 @@ _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 sleep = time.sleep
-
-
-class Turns:
-    """Threads need no turns: each sends its request when it has built the message."""
-
-    def take(self) -> None:
-        """Return at once."""
+Turns = nullcontext
+"""Threads need no turns: each sends its request when it has built the message."""
 
 
 @dataclass

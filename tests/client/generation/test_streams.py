@@ -39,7 +39,7 @@ class Noted(list):
     """A prompt that notes when it is read, and when the event loop has had a turn since."""
 
     def __init__(self, name, notes):
-        super().__init__([1, 2])
+        super().__init__([1] * 3000)
         self.name, self.notes = name, notes
 
     def __iter__(self):
@@ -67,37 +67,49 @@ async def test_the_first_request_may_leave_before_the_last_is_planned(endpoint, 
     assert notes.index(("turn", 0)) < notes.index(("planned", 31))
 
 
-@pytest.mark.parametrize(("seconds", "counts"), [(0.0, [1] * 6), (0.0007, [1, 3, 2]), (1.0, [1, 5])])
-async def test_a_turn_lets_in_as_many_tasks_as_the_last_one_had_time_for(monkeypatch, seconds, counts):
-    turns, loop, taken = io.Turns(), asyncio.get_running_loop(), [0]
-    monkeypatch.setattr(loop, "time", lambda: seconds * (len(taken) - 1))
+@pytest.mark.parametrize(
+    ("work_ms", "else_ms", "counts"),
+    [
+        pytest.param(0.1, 0.0, [6], id="little work is done in one turn"),
+        pytest.param(0.6, 0.0, [2, 1, 3], id="more work leaves time for all else"),
+        pytest.param(0.6, 50.0, [2, 4], id="long turns have room for many tasks"),
+    ],
+)
+async def test_tasks_share_the_turns_of_the_event_loop(monkeypatch, work_ms, else_ms, counts):
+    turns, loop, taken, clock = io.Turns(), asyncio.get_running_loop(), [0], [0.0]
+    monkeypatch.setattr(loop, "time", lambda: clock[0])
 
-    async def work():
+    async def all_else():
         while sum(taken) < 6:
             await asyncio.sleep(0)
             taken.append(0)
+            clock[0] += else_ms / 1000
 
     async def take():
-        await turns.take()
-        taken[-1] += 1
+        async with turns:
+            taken[-1] += 1
+            clock[0] += work_ms / 1000
 
-    await asyncio.gather(work(), *(take() for _ in range(6)))
+    await asyncio.gather(all_else(), *(take() for _ in range(6)))
     assert [count for count in taken if count] == counts
 
 
-async def test_cancelled_tasks_leave_their_turns_to_others():
-    turns, taken = io.Turns(), []
+async def test_cancelled_tasks_leave_their_turns_to_others(monkeypatch):
+    turns, taken, clock = io.Turns(), [], [0.0]
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: clock[0])
 
     async def take(number):
-        await turns.take()
-        taken.append(number)
+        async with turns:
+            taken.append(number)
+            clock[0] += 0.01
 
     for _ in range(2):  # once more: nothing of the first time is left
         tasks = [asyncio.ensure_future(take(number)) for number in range(4)]
         await asyncio.sleep(0)
         tasks[1].cancel()
         tasks[3].cancel()
-        await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        clock[0] += 1
     assert taken == [0, 2, 0, 2]
 
 
