@@ -209,7 +209,7 @@ def _fitted(unchecked: _UncheckedRule, facts: ModelFacts) -> OperatorRule:
     # A prompt of one token leaves the most positions to generate.
     may_apply = (selects_any(item.positions, 1, 1, facts.max_model_len) for item in steering.operations)
     if steering.operations and not any(may_apply):
-        raise ValueError("its steer would never apply: it selects no position after the prompt. Choose other positions")
+        raise ValueError("its steer would never apply: it selects no position after the prompt; choose other positions")
     name = OPERATOR + unchecked.given.name  # which no caller's rule can have
     resolved.probes[0].name = resolved.rules[0].name = resolved.rules[0].probe = name
     vectors = (*unchecked.vectors, *unchecked.steering_vectors.values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from residuum import exceptions as exc
@@ -160,15 +161,13 @@ class GenerationClient(UploadClient):
             ...     for delta in stream:
             ...         print(delta.text, end="")
         """
-
-        def plan() -> GenerationPlan:
-            return plan_generation(
-                prompt, capture=capture, steer=steer, request_id=request_id, registration=registration, model=model,
-                updatable=updatable, if_exists=if_exists, probes=probes, score_prompt=score_prompt, rules=rules,
-                without_operator_rules=without_operator_rules, sampling=sampling,
-            )  # fmt: skip
-
-        return self._stream(plan, timeout, {})
+        make_plan = partial(
+            plan_generation,
+            prompt, capture=capture, steer=steer, request_id=request_id, registration=registration, model=model,
+            updatable=updatable, if_exists=if_exists, probes=probes, score_prompt=score_prompt, rules=rules,
+            without_operator_rules=without_operator_rules, sampling=sampling,
+        )  # fmt: skip
+        return self._stream(make_plan, timeout, {})
 
     def generate_many(
         self,
@@ -395,15 +394,14 @@ class GenerationClient(UploadClient):
         rows: dict[StoredRow, Vector] = {}  # the batch reads each only once
 
         def start(index: int) -> Stream:
-            def generation() -> GenerationPlan:
-                return plan_generation(
-                    plan.prompts[index], capture=plan.captures[index], steer=plan.steering[index],
-                    request_id=plan.request_ids[index], registration=None, model=model, updatable=False,
-                    if_exists=plan.if_exists[index], probes=plan.probes, score_prompt=plan.score_prompt,
-                    rules=plan.rules, without_operator_rules=plan.without_operator_rules, sampling=sampling,
-                )  # fmt: skip
-
-            return self._stream(generation, timeout, rows)
+            make_plan = partial(
+                plan_generation,
+                plan.prompts[index], capture=plan.captures[index], steer=plan.steering[index],
+                request_id=plan.request_ids[index], registration=None, model=model, updatable=False,
+                if_exists=plan.if_exists[index], probes=plan.probes, score_prompt=plan.score_prompt, rules=plan.rules,
+                without_operator_rules=plan.without_operator_rules, sampling=sampling,
+            )  # fmt: skip
+            return self._stream(make_plan, timeout, rows)
 
         return start
 

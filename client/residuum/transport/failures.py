@@ -123,6 +123,7 @@ def _facts(builder: ReplyBuilder) -> dict[str, str]:
 def _from_rpc_error(error: grpc.RpcError, endpoint: str, unreachable: str) -> exc.ResiduumError:
     failure = failure_from_rpc_error(error)
     if failure is not None and failure.reason_name in EXCEPTIONS:
+        # WRONG_LENGTH is about a vector, or about an encoder, which it then names.
         kind = exc.BadSAE if "encoder" in failure.metadata else EXCEPTIONS[failure.reason_name]
         return kind(_in_python(failure.message), reason=failure.reason_name, metadata=failure.metadata)
     return _from_code(error.code(), error.details() or "", endpoint, unreachable)

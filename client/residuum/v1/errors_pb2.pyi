@@ -49,8 +49,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """INVALID_ARGUMENT: a vector does not match its digest. Metadata: `digest`."""
     ERROR_REASON_WRONG_LENGTH: _ErrorReason.ValueType  # 9
     """INVALID_ARGUMENT: a vector is not as long as the rows that it is for, or an encoder takes rows of another length.
-    Metadata: `length`, and `width`, or `hidden_size` if no row that can be steered has this length. Also `field`, which
-    needs the vector, or `encoder`, the encoder's digest in hexadecimal.
+    Metadata: `length`, and `width`, or `hidden_size` if no row that can be steered has this length. `field` is the
+    field of the request that names the vector. `encoder` is the digest of the encoder, in hexadecimal.
     """
     ERROR_REASON_WRONG_DTYPE: _ErrorReason.ValueType  # 10
     """INVALID_ARGUMENT: a vector's element type is not accepted. Metadata: `dtype`."""
@@ -155,8 +155,8 @@ ERROR_REASON_DIGEST_MISMATCH: ErrorReason.ValueType  # 8
 """INVALID_ARGUMENT: a vector does not match its digest. Metadata: `digest`."""
 ERROR_REASON_WRONG_LENGTH: ErrorReason.ValueType  # 9
 """INVALID_ARGUMENT: a vector is not as long as the rows that it is for, or an encoder takes rows of another length.
-Metadata: `length`, and `width`, or `hidden_size` if no row that can be steered has this length. Also `field`, which
-needs the vector, or `encoder`, the encoder's digest in hexadecimal.
+Metadata: `length`, and `width`, or `hidden_size` if no row that can be steered has this length. `field` is the
+field of the request that names the vector. `encoder` is the digest of the encoder, in hexadecimal.
 """
 ERROR_REASON_WRONG_DTYPE: ErrorReason.ValueType  # 10
 """INVALID_ARGUMENT: a vector's element type is not accepted. Metadata: `dtype`."""

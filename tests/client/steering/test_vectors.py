@@ -151,7 +151,7 @@ WRONG = residuum.Vector.from_array(np.ones(HIDDEN + 1))
 OWNERS = {
     "operation": (
         {"steer": [residuum.Add(vector(8), layer=1), residuum.Add(WRONG, layer=1)]},
-        r"It belongs to steer\[1\], which is Add\.$",
+        r"It belongs to steer\[1\] \(Add\)\.$",
     ),
     "probe": (
         {"probes": [residuum.Probe(np.ones(HIDDEN + 1), layer=1, name="lies")]},
@@ -171,7 +171,7 @@ async def test_the_error_of_a_vector_says_what_it_belongs_to(client, asked, mess
 
 async def test_the_error_of_a_new_vector_says_what_it_belongs_to(endpoint, peer):
     async with residuum.AsyncClient(endpoint) as client, client.stream("a", max_tokens=3, updatable=True) as stream:
-        with pytest.raises(residuum.BadVector, match=r"It belongs to steer\[0\], which is Add\.$"):
+        with pytest.raises(residuum.BadVector, match=r"It belongs to steer\[0\] \(Add\)\.$"):
             await stream.update_steering(residuum.Add(vector(8), layer=1, gate=residuum.Gate(WRONG)))
 
 

@@ -88,7 +88,7 @@ def naming_owner(operations: Sequence[Operation], probes: Sequence[Probe] = ()) 
     except exc.BadVector as error:
         owners = {vector.hexdigest: f"the probe {probe.name!r}" for probe in probes for vector in probe.vectors}
         for index, operation in enumerate(operations):
-            name = f"steer[{index}], which is {type(operation).__name__}"
+            name = f"steer[{index}] ({type(operation).__name__})"
             owners.update((vector.hexdigest, name) for vector in vectors_of([operation]))
         owner = owners.get(error.metadata.get("digest", ""))
         if owner is None:
