@@ -19,7 +19,7 @@ from residuum.wire.limits import (
     MAX_LOGIT_BIASES,
     MAX_SEED,
     MAX_SEQUENCES,
-    MAX_STOP_TEXTS,
+    MAX_STOP_STRINGS,
     MAX_STOP_TOKENS,
     MAX_TOP_K,
     max_capture_tokens,
@@ -92,7 +92,7 @@ def _check_ranges(p: inference_pb2.SamplingParameters, facts: ModelFacts) -> Non
     rules = (
         ("temperature", not p.HasField("temperature") or 0 <= p.temperature <= _MAX_TEMPERATURE, "from 0 to 2"),
         ("top_p", not p.HasField("top_p") or 0 < p.top_p <= 1, "above 0 and at most 1"),
-        ("stop", len(p.stop) <= MAX_STOP_TEXTS and all(p.stop), f"at most {MAX_STOP_TEXTS} texts, none empty"),
+        ("stop", len(p.stop) <= MAX_STOP_STRINGS and all(p.stop), f"at most {MAX_STOP_STRINGS} strings, none empty"),
         (
             "num_sequences",
             not p.HasField("num_sequences") or 1 <= p.num_sequences <= MAX_SEQUENCES,

@@ -45,7 +45,7 @@ class Delta(NamedTuple):
     finish_reason: str | None = None
     """"stop" or "length" in the sequence's last delta; None before."""
     stop_reason: str = ""
-    """The stop text, or the name of the rule, that ended the sequence, if one did."""
+    """The stop string, or the name of the rule, that ended the sequence, if one did."""
     stop_token_id: int | None = None
     """The stop token that ended the sequence, if one did."""
     logprobs: TokenLogprobs | None = None

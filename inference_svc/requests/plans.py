@@ -38,7 +38,7 @@ _SPARE_POSITIONS = 7
 schedules one step ahead for each pipeline stage, and each step computes one position."""
 
 _SPARE_POSITIONS_OF_TEXTS = 31
-"""The same for a request with stop texts, or with rules that end it. Another process detects the end, and the engine
+"""The same for a request with stop strings, or with rules that end it. Another process detects the end, and the engine
 computes on meanwhile."""
 
 

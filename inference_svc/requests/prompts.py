@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from residuum.v1 import inference_pb2
 
 _NEED_TOKENIZER = {
-    "stop": "detect stop texts",
+    "stop": "detect stop strings",
     "bad_words": "find bad words",
     "json_schema": "follow a JSON schema",
     "regex": "follow a regular expression",

@@ -20,10 +20,10 @@ class KeptSequence:
 
     token_ids: list[int]
     text: str
-    """The text of the tokens, up to the stop text. Empty without a tokenizer."""
+    """The text of the tokens, up to the stop string. Empty without a tokenizer."""
     finish_reason: str
     stop_reason: str
-    """The stop text or the rule that ended the sequence. Empty: none did."""
+    """The stop string or the rule that ended the sequence. Empty: none did."""
     stop_token_id: int | None = None
     """The stop token that ended the sequence. Its text is not part of the text."""
     token_texts: capture_pb2.TokenTexts | None = None
@@ -45,7 +45,7 @@ async def kept_sequences(
 
     Args:
         manifest: Its manifest.
-        stop: The stop texts of its request.
+        stop: The stop strings of its request.
         stop_token_ids: The stop tokens of its request.
         text_of: Returns the text of a reply, from the tokens of the prompt and of the reply.
         token_texts_of: Returns the text of each token of a reply in the same way. None: nobody needs them.

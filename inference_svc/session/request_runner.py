@@ -163,7 +163,7 @@ class RequestRunner:
             changes,
             partial(self._engine.replies.text, token_ids),
             self._metrics.rules,
-            has_stop_texts=bool(sampling.stop),
+            has_stop_strings=bool(sampling.stop),
         )
         return Generation(
             self._engine,

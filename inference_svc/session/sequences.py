@@ -28,7 +28,7 @@ class GeneratedSequence:
     finish_reason: str = ""
     """Empty while the sequence generates."""
     stop_reason: str = ""
-    """The stop text, or the name of the rule, that ended the sequence."""
+    """The stop string, or the name of the rule, that ended the sequence."""
     stop_token_id: int | None = None
     """The stop token that ended the sequence."""
     rule_events: list[rule_pb2.RuleEvent] = field(default_factory=list)

@@ -1,7 +1,7 @@
 """Reductions: one row replaces many. capture.proto defines them.
 
 The worker does not know which position is a request's last: the engine may compute a few more after an end token or a
-stop text. So the worker keeps the rows of the last few positions, and at the end sends one reduced row for each of
+stop string. So the worker keeps the rows of the last few positions, and at the end sends one reduced row for each of
 them, as if it were the last. The row of the actual last position is among them; readers ignore the others. If the
 engine ran even further, that row is missing and the capture is incomplete.
 """

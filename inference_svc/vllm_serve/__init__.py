@@ -11,7 +11,7 @@ of the inference service. The front end does the work of the service's own proce
                           |   (plugin.py)          |
                           |                        +> delivery.py: OpenCaptures, SealCaptures, shippers
 
-* The front end is in the API server because only the API server knows how a request ended: to the engine, a stop text
+* The front end is in the API server because only the API server knows how a request ended: to the engine, a stop string
   looks like an abort.
 * `plugin` wraps three methods of AsyncLLM. In an engine with another worker class it only refuses requests that ask for
   captures or steering. If vLLM lacks what the plugin needs, or does not load it, the worker refuses to start.

@@ -171,7 +171,7 @@ class RequestRunner:
             changes,
             text_of if sampling.detokenize else _no_text,
             self._rule_counts,
-            has_stop_texts=bool(sampling.stop),
+            has_stop_strings=bool(sampling.stop),
         )
 
     def _stream(

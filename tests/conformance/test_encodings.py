@@ -195,7 +195,7 @@ def test_short_replies(engine: Engine, max_tokens: int) -> None:
     assert len(acts.positions) == (1 if max_tokens == 1 else 2)
 
 
-def test_a_stop_text(engine: Engine) -> None:
+def test_a_stop_string(engine: Engine) -> None:
     """The engine computes beyond the end. The reduction must not include those rows."""
     with engine.client.stream(PROMPT[:40], max_tokens=40, ignore_eos=True) as stream:
         pieces = [delta.text for delta in stream]
@@ -213,7 +213,7 @@ def test_a_stop_text(engine: Engine) -> None:
     acts, raw = (engine.client.activations(reply.request_id) for reply in replies)
     check_reduced(acts, raw, "mean")
     computed = max(first + count for first, count in engine.journal.chunks(replies[0].request_id))
-    assert computed > 1 + acts.positions.max(), "the engine computed beyond the stop text"
+    assert computed > 1 + acts.positions.max(), "the engine computed beyond the stop string"
 
 
 def test_sequences_of_one_prompt(engine: Engine) -> None:

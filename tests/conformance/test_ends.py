@@ -62,8 +62,8 @@ def test_rows_leave_at_the_flush_interval(engine: Engine, reference: Reference, 
     check_capture(engine, reference, stream.reply, sites=["resid_post"], layers=[1], wanted=range)
 
 
-def test_a_stop_text(engine: Engine, reference: Reference) -> None:
-    """The service finds the stop text while the engine computes on. The rows beyond it belong to no capture."""
+def test_a_stop_string(engine: Engine, reference: Reference) -> None:
+    """The service finds the stop string while the engine computes on. The rows beyond it belong to no capture."""
     with engine.client.stream(PROMPT, max_tokens=40, ignore_eos=True) as stream:
         pieces = [delta.text for delta in stream]
     text = "".join(pieces)
@@ -79,7 +79,7 @@ def test_a_stop_text(engine: Engine, reference: Reference) -> None:
     assert reply.text == text[: end - len(stop)]
     rows = check_capture(engine, reference, reply)
     computed = max(first + count for first, count in engine.journal.chunks(reply.request_id))
-    assert computed > 1 + max(row.position for row in rows), "the engine computed beyond the stop text"
+    assert computed > 1 + max(row.position for row in rows), "the engine computed beyond the stop string"
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 40])

@@ -143,7 +143,7 @@ def test_equal_seeds_give_equal_replies(client: residuum.Client) -> None:
     assert replies[0] == replies[1]
 
 
-def test_a_stop_text_ends_the_capture_with_the_reply(client: residuum.Client) -> None:
+def test_a_stop_string_ends_the_capture_with_the_reply(client: residuum.Client) -> None:
     reply = client.generate("Count: 1, 2, 3,", max_tokens=40, stop=["7"], capture=ALL)
     assert reply.finish_reason == "stop"
     assert reply.sequences[0].stop_reason == "7"

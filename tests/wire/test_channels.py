@@ -67,7 +67,7 @@ def test_two_servers_never_share_a_port():
         ("selection.proto", f"At most {limits.MAX_RANGES}."),
         ("steering.proto", f"At most {limits.MAX_OPERATIONS}."),
         ("inference.proto", f"at most {limits.MAX_DIGESTS_PER_CALL}."),
-        ("inference.proto", f"At most {limits.MAX_STOP_TEXTS}."),
+        ("inference.proto", f"At most {limits.MAX_STOP_STRINGS}."),
         ("inference.proto", f"1 to {limits.MAX_ID_LENGTH} of the characters"),
         ("store.proto", f"0 means {limits.DEFAULT_PAGE_SIZE}; more than {limits.MAX_PAGE_SIZE}"),
         ("tensor.proto", f"{limits.DIGEST_BYTES} bytes"),

@@ -18,7 +18,7 @@ from residuum.wire.limits import (
     MAX_LOGIT_BIASES,
     MAX_SEED,
     MAX_SEQUENCES,
-    MAX_STOP_TEXTS,
+    MAX_STOP_STRINGS,
     MAX_STOP_TOKENS,
     MAX_TOP_K,
 )
@@ -105,7 +105,7 @@ def sampling_parameters(sampling: Mapping[str, Any]) -> inference_pb2.SamplingPa
             raise _invalid(name, f"{name} must be above 0.")
     if given.get("min_tokens", 0) > given.get("max_tokens", DEFAULT_MAX_TOKENS):
         raise _invalid("min_tokens", "min_tokens must not be above max_tokens.")
-    given["stop"] = _texts("stop", given.get("stop", ()), MAX_STOP_TEXTS)
+    given["stop"] = _texts("stop", given.get("stop", ()), MAX_STOP_STRINGS)
     given["bad_words"] = _texts("bad_words", given.get("bad_words", ()), MAX_BAD_WORDS)
     given["stop_token_ids"] = _stop_token_ids(given.get("stop_token_ids", ()))
     given["logit_bias"] = _logit_bias(given.get("logit_bias", {}))

@@ -947,7 +947,7 @@ class SamplingParameters(_message.Message):
     num_sequences: _builtins.int
     """Number of sequences to generate from the prompt. Unset: 1."""
     min_tokens: _builtins.int
-    """The fewest tokens to generate before the end-of-sequence token, a stop token or a stop text may end a sequence.
+    """The fewest tokens to generate before the end-of-sequence token, a stop token or a stop string may end a sequence.
     Unset: 0.
     """
     min_p: _builtins.float
@@ -1409,7 +1409,7 @@ class TokenDelta(_message.Message):
     """The sequence."""
     text: _builtins.str
     """The new text. It may come later than its tokens: while a character is incomplete, or while the text could be the
-    start of a stop text.
+    start of a stop string.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -1511,19 +1511,19 @@ class SequenceFinish(_message.Message):
     STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
     TOKEN_TEXTS_FIELD_NUMBER: _builtins.int
     finish_reason: _builtins.str
-    """The reason: "stop" (end of sequence, a stop token, a stop text, or the end of a structured output), "length", or
+    """The reason: "stop" (end of sequence, a stop token, a stop string, or the end of a structured output), "length", or
     "rule" (see RULE_ACTION_ABORT).
     """
     stop_reason: _builtins.str
-    """The stop text that ended the sequence, or the name of the rule. Empty: none."""
+    """The stop string that ended the sequence, or the name of the rule. Empty: none."""
     generated_tokens: _builtins.int
     """Number of generated tokens."""
     stop_token_id: _builtins.int
     """The stop token that ended the sequence. Unset: none. The model's own end-of-sequence token does not count as one."""
     @_builtins.property
     def token_texts(self) -> _capture_pb2.TokenTexts:
-        """The texts of the generated tokens. They show special tokens, stop tokens and stop texts, which the text of the deltas
-        leaves out. Unset: the server is older than this field.
+        """The texts of the generated tokens. They show special tokens, stop tokens and stop strings, which the text of the
+        deltas leaves out. Unset: the server is older than this field.
         """
 
     def __init__(

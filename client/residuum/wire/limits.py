@@ -101,8 +101,8 @@ DEFAULT_PROJECTION = 512
 DEFAULT_TOPK = 128
 """Elements that topk and topk8 keep, if neither the caller nor the operator chooses their number."""
 
-MAX_STOP_TEXTS = 16
-"""Stop texts in one request."""
+MAX_STOP_STRINGS = 16
+"""Stop strings in one request."""
 
 MAX_STOP_TOKENS = 64
 """Stop tokens in one request. vLLM has room for 128, of which the model's own end-of-sequence tokens take some."""

@@ -49,7 +49,7 @@ def sequence_rules(
     text_of: TextOf,
     counts: RuleCounts,
     *,
-    has_stop_texts: bool,
+    has_stop_strings: bool,
 ) -> list[SequenceRules]:
     """Return the rules of each sequence of a request; an empty list without rules. See `SequenceRules`."""
     probes = spec.probes
@@ -57,7 +57,7 @@ def sequence_rules(
         return []
     num_shown = len(spec.shown_probes)
     return [
-        SequenceRules(index, probes, changes, text_of, counts, num_shown, has_stop_texts=has_stop_texts)
+        SequenceRules(index, probes, changes, text_of, counts, num_shown, has_stop_strings=has_stop_strings)
         for index in range(num_sequences)
     ]
 
@@ -74,7 +74,7 @@ class SequenceRules:
         counts: RuleCounts,
         num_shown: int | None = None,
         *,
-        has_stop_texts: bool = False,
+        has_stop_strings: bool = False,
     ) -> None:
         """Watch a sequence from its first token on.
 
@@ -85,9 +85,9 @@ class SequenceRules:
             text_of: Returns the text of the first tokens of the reply.
             counts: Counts the rules that fire.
             num_shown: How many of the probes, the first ones, the caller gets scores of; None: all.
-            has_stop_texts: Whether the request has stop texts, so that the engine holds back text that may begin one.
+            has_stop_strings: Whether the request has stop strings. Then the engine holds back text that may begin one.
         """
-        self._has_stop_texts = has_stop_texts
+        self._has_stop_strings = has_stop_strings
         self._num_shown = num_shown
         self._index = index
         self._changes = changes
@@ -135,14 +135,14 @@ class SequenceRules:
     async def _ended(self, delta: Delta, count: int, rule: str) -> Delta:
         """Return the last delta of the sequence, which ends after the first `count` tokens of this one."""
         text = delta.text
-        if count < len(delta.token_ids) or (self._has_stop_texts and not delta.finish_reason):
+        if count < len(delta.token_ids) or (self._has_stop_strings and not delta.finish_reason):
             text = await self._last_text(len(self._token_ids) - len(delta.token_ids), count)
         return delta.cut(count, text, FINISH_REASON, rule)
 
     async def _last_text(self, before: int, count: int) -> str:
         """Return the text that was not sent yet, of a reply that ends `count` tokens after its first `before`.
 
-        The engine does not say which text is that of which token, and holds back what may begin a stop text.
+        The engine does not say which text is that of which token, and holds back what may begin a stop string.
         """
         del self._token_ids[before + count :]
         whole, sent = await self._text_of(self._token_ids), "".join(self._texts)

@@ -56,9 +56,9 @@ def _check_end(case: Case, sequence: residuum.Sequence, tally: Tally) -> None:
         tally.fault(case.name, "the reply continues after a stop token")
     words = [f"t{token}" for token in tokens]
     if set(texts).intersection(words[least:-1]):
-        tally.fault(case.name, "the reply continues after a stop text")
+        tally.fault(case.name, "the reply continues after a stop string")
     if not least and any(text in sequence.text.split() for text in texts):
-        tally.fault(case.name, "the text of the reply has a stop text")
+        tally.fault(case.name, "the text of the reply has a stop string")
     if sequence.finish_reason != "rule" and len(tokens) < least:
         tally.fault(case.name, f"the reply has {len(tokens)} tokens, less than {least}")
     ends = {

@@ -443,7 +443,7 @@ def test_sampling_out_of_range_is_refused(field, parameters):
         ({"top_p": 1.0000001}, "top_p must be above 0 and at most 1, not 1.0000001."),
         ({"seed": 1 << 63}, "seed must be at most 9223372036854775807, not 9223372036854775808."),
         ({"min_p": math.nan}, "min_p must be from 0 to 1, not nan."),
-        ({"stop": ["x"] * 17}, "stop must be at most 16 texts, none empty."),
+        ({"stop": ["x"] * 17}, "stop must be at most 16 strings, none empty."),
     ],
 )
 def test_a_refusal_names_the_number(parameters, message):

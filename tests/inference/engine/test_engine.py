@@ -125,7 +125,7 @@ async def test_deltas_have_the_content_of_vllms_outputs(engine, llm):
     assert deltas == [
         Delta("a", [1]),
         Delta("b", [2, 3], "stop", "###"),
-        Delta("", [], "stop", "", 42),  # a stop token is not a stop text
+        Delta("", [], "stop", "", 42),  # a stop token is not a stop string
     ]
 
 
@@ -474,7 +474,7 @@ async def test_without_a_tokenizer_token_ids_are_accepted(engine_without_tokeniz
             "sampling.bad_words",
         ),
     ],
-    ids=["text", "empty text", "chat", "stop text", "regex", "bad words"],
+    ids=["text", "empty text", "chat", "stop string", "regex", "bad words"],
 )
 async def test_without_a_tokenizer_texts_are_refused(engine_without_tokenizer, request_, field):
     with pytest.raises(Failure, match="This engine has no tokenizer") as caught:

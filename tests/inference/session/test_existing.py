@@ -141,7 +141,7 @@ async def test_a_complete_capture_answers_the_same_request_without_the_engine(se
         assert not another.engine.calls
 
 
-async def test_a_stop_text_is_left_out_of_a_skipped_reply(service):
+async def test_a_stop_string_is_left_out_of_a_skipped_reply(service):
     async def text(prompt_token_ids, token_ids):
         return " One, two. END and"
 

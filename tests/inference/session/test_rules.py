@@ -404,7 +404,7 @@ def streamed(tokenizer, token_ids, *, skip_special_tokens=True):
 
 
 @pytest.mark.parametrize("skips", [True, False], ids=["without special tokens", "with special tokens"])
-@pytest.mark.parametrize("held", [0, 3], ids=["all sent", "held back for a stop text"])
+@pytest.mark.parametrize("held", [0, 3], ids=["all sent", "held back for a stop string"])
 @pytest.mark.parametrize("together", [1, 3], ids=["one token at once", "three tokens at once"])
 async def test_the_text_of_an_aborted_reply_is_that_of_its_tokens(streaming_tokenizer, skips, held, together):
     token_ids = [0, 1, 5, 2, 3, 4, 0]
@@ -417,7 +417,7 @@ async def test_the_text_of_an_aborted_reply_is_that_of_its_tokens(streaming_toke
         None,
         partial(replies.text, [], skip_special_tokens=skips),
         InferenceMetrics().rules,
-        has_stop_texts=bool(held),
+        has_stop_strings=bool(held),
     )
     sent, told = 0, ""
     for first in range(0, len(token_ids), together):

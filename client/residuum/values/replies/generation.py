@@ -20,7 +20,7 @@ class TokenDelta:
 
     Attributes:
         text: The new text. It may come later than its tokens: while a character is incomplete, or while the text could
-            be the start of a stop text.
+            be the start of a stop string.
         token_ids: The new token IDs.
         sequence: The sequence; 0 unless n > 1.
         logprobs: The log-probabilities of the new tokens; None unless `logprobs` was given.
@@ -63,9 +63,9 @@ class Sequence:
     Attributes:
         text: The generated text.
         token_ids: The generated token IDs.
-        finish_reason: "stop" (end of sequence, a stop token, a stop text, or the end of a structured output),
+        finish_reason: "stop" (end of sequence, a stop token, a stop string, or the end of a structured output),
             "length", or "rule".
-        stop_reason: The stop text or the name of the rule that ended the sequence; empty if none did.
+        stop_reason: The stop string or the name of the rule that ended the sequence; empty if none did.
         stop_token_id: The stop token that ended the sequence, which is its last token; None if none did.
         logprobs: The log-probabilities of the generated tokens; None unless `logprobs` was given.
         token_texts: As `tokens`; None if the server did not send them.
@@ -90,8 +90,8 @@ class Sequence:
         """The text of each generated token.
 
         A token's text is what it adds to the text of the tokens before it. If a character takes several tokens, the
-        last of them has it, and the others have an empty text. Special tokens, stop tokens and stop texts are shown, so
-        the texts joined may be longer than `text`.
+        last of them has it, and the others have an empty text. Special tokens, stop tokens and stop strings are shown,
+        so the texts joined may be longer than `text`.
 
         Raises:
             NoTokenTexts: The server did not send them.
@@ -164,7 +164,7 @@ class Reply:
 
     @property
     def stop_reason(self) -> str:
-        """The stop text or the name of the rule that ended the first sequence; empty if none did."""
+        """The stop string or the name of the rule that ended the first sequence; empty if none did."""
         return self.sequences[0].stop_reason
 
     @property
