@@ -102,4 +102,4 @@ def run() -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(run()))
+    sys.stdout.write(f"\n{json.dumps(run())}\n")

@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from svc_common.launcher import ROOT
+from tests import warm_start
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -20,20 +23,28 @@ pytestmark = [
 ]
 
 
-def compile_pieces(cache: Path, **environment: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.inference.taps.vllm.compiled_pieces"],
-        env={**os.environ, "VLLM_CACHE_ROOT": str(cache), **environment},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+MODULE = "tests.inference.taps.vllm.compiled_pieces"
+
+
+def checked(output: str) -> dict[str, Any]:
+    """Return what the module found, after a check that each tap saw the right rows."""
+    found: dict[str, Any] = json.loads(output.splitlines()[-1])
     numbers, sums = zip(*found["compiled"], strict=True)
     numbers_eager, sums_eager = zip(*found["eager"], strict=True)
     assert numbers == numbers_eager == tuple(range(found["layers"])), "each point once, in the order of the layers"
     assert sums == pytest.approx(sums_eager, rel=1e-6)
     return found
+
+
+def compile_pieces(folder: Path) -> dict[str, Any]:
+    """Compile in a fork of a process that has imported vLLM, with vLLM's cache in a folder."""
+    log = folder / "log"
+    log.write_text("")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CACHE_ROOT", str(folder / "cache"))
+        process = warm_start.launch(MODULE, [], ROOT, log)
+    assert process.wait() == 0, log.read_text()
+    return checked(log.read_text())
 
 
 def test_layers_with_the_same_code_share_a_compiled_piece(tmp_path: Path) -> None:
@@ -44,5 +55,8 @@ def test_layers_with_the_same_code_share_a_compiled_piece(tmp_path: Path) -> Non
 
 
 def test_without_lifted_arguments_each_layer_has_a_piece(tmp_path: Path) -> None:
-    found = compile_pieces(tmp_path, VLLM_USE_LAYERNAME="0")
+    environment = {**os.environ, "VLLM_CACHE_ROOT": str(tmp_path), "VLLM_USE_LAYERNAME": "0"}  # read on import
+    command = [sys.executable, "-m", MODULE]
+    done = subprocess.run(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    found = checked(done.stdout)
     assert found["different"] == found["pieces"] == found["layers"] + 1
