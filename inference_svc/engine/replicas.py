@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import vllm
 
-from inference_svc.taps.vllm.limits import UnsupportedEngineError
+from inference_svc.taps.errors import UnsupportedEngineError
 from inference_svc.taps.vllm.missing_names import refuse_missing
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from vllm.platforms import current_platform
 from inference_svc.engine.worker_settings import taps_fingerprint, worker_settings
 from inference_svc.resources.score_board import ScoreMemory
 from inference_svc.tap_settings import TapSettings
-from inference_svc.taps.vllm.limits import UnsupportedEngineError
+from inference_svc.taps.errors import UnsupportedEngineError
 from inference_svc.taps.vllm.worker import SETTINGS_VARIABLE
 from inference_svc.vllm_serve import plugin
 from residuum.rpc.extras import install_server

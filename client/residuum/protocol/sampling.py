@@ -34,7 +34,7 @@ class Sampling(TypedDict, total=False):
         top_p: Sample from the most likely tokens whose probabilities add up to this; above 0, at most 1. Default 1.
         top_k: Sample from this many most likely tokens; 0 (the default) means all.
         seed: The random seed, which makes sampling repeatable. Sequence i uses seed + i. Default: none.
-        stop: Generation stops when one of these texts appears. The reply does not contain it. At most 16.
+        stop: Generation stops when one of these strings appears. The reply does not contain it. At most 16.
         ignore_eos: Continue after the end-of-sequence token. Default False.
         n: The number of sequences to generate from the prompt, at most 64. Default 1.
         min_tokens: Tokens to generate before a sequence may end. Default 0.
@@ -105,8 +105,8 @@ def sampling_parameters(sampling: Mapping[str, Any]) -> inference_pb2.SamplingPa
             raise _invalid(name, f"{name} must be above 0.")
     if given.get("min_tokens", 0) > given.get("max_tokens", DEFAULT_MAX_TOKENS):
         raise _invalid("min_tokens", "min_tokens must not be above max_tokens.")
-    given["stop"] = _texts("stop", given.get("stop", ()), MAX_STOP_STRINGS)
-    given["bad_words"] = _texts("bad_words", given.get("bad_words", ()), MAX_BAD_WORDS)
+    given["stop"] = _strings("stop", given.get("stop", ()), MAX_STOP_STRINGS)
+    given["bad_words"] = _strings("bad_words", given.get("bad_words", ()), MAX_BAD_WORDS)
     given["stop_token_ids"] = _stop_token_ids(given.get("stop_token_ids", ()))
     given["logit_bias"] = _logit_bias(given.get("logit_bias", {}))
     given.update(_structured_output(given.pop("json_schema", None), given.pop("regex", None)))
@@ -153,11 +153,11 @@ def _check_number(name: str, value: object, low: float, high: float) -> None:
         raise _invalid(name, f"{name} must be from {low:g} to {high:g}, not {value}.")
 
 
-def _texts(name: str, value: str | Sequence[str], limit: int) -> list[str]:
-    texts = [value] if isinstance(value, str) else list(value)
-    if len(texts) > limit or not all(isinstance(text, str) and text for text in texts):
-        raise _invalid(name, f"{name} takes at most {limit} texts, none of them empty.")
-    return texts
+def _strings(name: str, value: str | Sequence[str], limit: int) -> list[str]:
+    strings = [value] if isinstance(value, str) else list(value)
+    if len(strings) > limit or not all(isinstance(string, str) and string for string in strings):
+        raise _invalid(name, f"{name} takes at most {limit} strings, none of them empty.")
+    return strings
 
 
 def _stop_token_ids(value: Sequence[int]) -> list[int]:

@@ -978,7 +978,7 @@ class SamplingParameters(_message.Message):
     """
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Generation stops when one of these texts appears; the reply leaves it out. At most 16."""
+        """Generation stops when one of these strings appears; the reply leaves it out. At most 16."""
 
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

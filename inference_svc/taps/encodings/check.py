@@ -12,7 +12,7 @@ import torch
 
 from inference_svc.taps.element_types import WIRE_TYPES
 from inference_svc.taps.encodings.sae_encoder import encoder_of
-from inference_svc.taps.vllm.limits import UnsupportedEngineError
+from inference_svc.taps.errors import UnsupportedEngineError
 from residuum.v1 import capture_pb2, sae_pb2, tensor_pb2
 from residuum.wire.dtypes import numpy_dtype
 from residuum.wire.limits import DEFAULT_KEPT_FEATURES, DEFAULT_PROJECTION, DEFAULT_TOPK

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from inference_svc.taps.errors import UnsupportedEngineError
 from inference_svc.taps.gpu.driver import CopyFailedError
-from inference_svc.taps.vllm.limits import UnsupportedEngineError
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm import envs
+from vllm.platforms import current_platform
 
-class UnsupportedEngineError(RuntimeError):
-    """The engine's configuration or this machine would make captures inexact."""
+from inference_svc.taps.errors import UnsupportedEngineError
 
 
 def refuse_unsupported(config: Any) -> None:
@@ -18,10 +19,6 @@ def refuse_unsupported(config: Any) -> None:
     Raises:
         UnsupportedEngineError: It enables a feature with which rows would be missing, duplicated, or of other tokens.
     """
-    # Not imported above: other checks, which need no vLLM, use the error. An import of vLLM takes seconds.
-    from vllm import envs
-    from vllm.platforms import current_platform
-
     passes = config.compilation_config.pass_config
     features = {
         "speculative decoding: it computes rows of tokens that are then rejected": config.speculative_config,

@@ -20,6 +20,7 @@ from inference_svc.logs import configure_worker_logs
 from inference_svc.taps import op
 from inference_svc.taps.element_types import WIRE_TYPES
 from inference_svc.taps.encodings.sae_cache import WantedSAE
+from inference_svc.taps.errors import UnsupportedEngineError
 from inference_svc.taps.model import insertion
 from inference_svc.taps.model.hooked_runs import CannotTapError
 from inference_svc.taps.model.logits_check import most_likely
@@ -32,7 +33,7 @@ from inference_svc.taps.vllm import norms, runner_v1, runner_v2, tensor_parallel
 from inference_svc.taps.vllm.attention import attention_of
 from inference_svc.taps.vllm.capture_path import CapturePath, points_of
 from inference_svc.taps.vllm.eager_runs import EagerRuns
-from inference_svc.taps.vllm.limits import UnsupportedEngineError, refuse_unsupported
+from inference_svc.taps.vllm.limits import refuse_unsupported
 from inference_svc.taps.vllm.missing_names import IncompatibleEngineError
 from inference_svc.taps.vllm.watchdog import end_with
 from svc_common.logs import get_logger

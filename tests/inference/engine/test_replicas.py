@@ -13,7 +13,7 @@ from inference_svc.engine import engine as engine_module
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.ranks import RankFailedError, UntappedLayersError, check_replicas
 from inference_svc.engine.replicas import Replicas
-from inference_svc.taps.vllm.limits import UnsupportedEngineError
+from inference_svc.taps.errors import UnsupportedEngineError
 from inference_svc.taps.vllm.missing_names import IncompatibleEngineError
 from residuum.rpc.errors import Failure
 from tests.inference.engine.test_engine import rank

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from inference_svc.taps.vllm.limits import UnsupportedEngineError, refuse_unsupported
+from inference_svc.taps.errors import UnsupportedEngineError
+from inference_svc.taps.vllm.limits import refuse_unsupported
 
 
 def config(speculative: object = None, dual_batch: bool = False, **passes: bool) -> SimpleNamespace:
