@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from inference_svc import mp_main
 from inference_svc.logs import configure_service_logs
@@ -32,7 +34,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="residuum-", ignore_cleanup_errors=True) as folder:
         configure_service_logs(folder, settings.log_level)
         log_unknown_variables(InferenceSettings)
-        sys.exit(_serve(settings, folder))
+        status = _serve(settings, folder)
+    _end(status)
 
 
 def _check_folder(setting: str, place: str) -> None:
@@ -59,10 +62,24 @@ def _serve(settings: InferenceSettings, folder: str) -> int:
 
     try:
         uvloop.run(serve())
+    except SystemExit as stop:  # with the reason
+        sys.stderr.write(f"{stop}\n")
+        return 1
     except Exception as error:  # noqa: BLE001 - vLLM raises what it likes when it cannot serve a model
         get_logger("inference_svc").exception("the service has failed", cause=str(error), kind=type(error).__name__)
         return 1
     return 0
+
+
+def _end(status: int) -> NoReturn:
+    """End the process, but let the system free its memory.
+
+    If Python frees all modules, Triton prints 30 lines about objects that are left, below the reason of a failure.
+    """
+    atexit._run_exitfuncs()  # noqa: SLF001 - what Python does first when a process ends
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 if __name__ == "__main__":

@@ -37,9 +37,6 @@ From Python 3.11 on this is a group and not a session. Linux divides processor t
 sched(7)), and a session that computes all the time has kept others waiting for seconds.
 """
 
-_NOISE = ("nanobind: ", " - leaked ", " - ... skipped remainder", "See https://nanobind.readthedocs.io")
-"""How 30 lines begin that Triton prints when a process ends that has imported it. They would hide why it ended."""
-
 _POLL_SECONDS = 0.1
 _STOP_SECONDS = 60.0
 
@@ -161,9 +158,8 @@ class Service:
         self.process.wait()
 
     def log_end(self) -> str:
-        """Return the last lines that it printed, without those that Triton adds to them."""
-        lines = self.log.read_text(errors="replace").splitlines()
-        return "\n".join([line for line in lines if not line.startswith(_NOISE)][-30:])
+        """Return the last lines that it printed."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-30:])
 
     def _is_serving(self, tls: TLS | None) -> bool:
         if not (self.folder / f"{self.name}.port").exists():

@@ -37,7 +37,7 @@ def run(
         more: Further fields of the result.
     """
     workload = workload_of(options)
-    context = {"benchmark": benchmark, **describe(), **more}
+    context = {"benchmark": benchmark, **describe(), "together": options.together, **more}
 
     def write(runs: Sequence[Run]) -> None:
         """Write the result of the rounds so far, so that a run that is stopped keeps them."""

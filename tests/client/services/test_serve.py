@@ -21,7 +21,7 @@ import residuum
 from residuum.cli import main
 from residuum.cli.services import serve as command
 from svc_common import serve_command
-from svc_common.launcher import Service, ServiceFailedError, is_free
+from svc_common.launcher import ServiceFailedError, is_free
 
 pytestmark = pytest.mark.slow  # it starts many processes
 
@@ -209,15 +209,6 @@ def test_flags_that_serve_sets_itself_are_refused(tmp_path, flags):
         serve_command.serving("m", data=tmp_path, flags=flags),
     ):
         pass
-
-
-def test_what_triton_prints_at_the_end_does_not_hide_why_a_service_ended(tmp_path):
-    noise = ["nanobind: leaked 4 instances!", *[' - leaked type "triton"'] * 26, " - ... skipped remainder"]
-    lines = ["loading", "the service has failed: no such adapter", *noise]
-    (tmp_path / "inference.log").write_text("\n".join(lines))
-    service = Service("inference", subprocess.Popen(["true"]), tmp_path)
-    service.process.wait()
-    assert service.log_end() == "loading\nthe service has failed: no such adapter"
 
 
 def test_missing_modules_are_reported_before_anything_starts(tmp_path, monkeypatch, capsys):
