@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from residuum.v1 import inference_pb2, rule_pb2
@@ -54,19 +55,36 @@ async def kept_sequences(
     for index, sequence in enumerate(manifest.sequences):
         token_ids, ended = list(sequence.generated_token_ids), sequence.finish_reason
         last = token_ids[-1] if token_ids and ended == "stop" and token_ids[-1] in stop_token_ids else None
-        text = await text_of(manifest.description.prompt_token_ids, token_ids if last is None else token_ids[:-1])
-        places = {text.find(word): word for word in stop if word in text} if ended == "stop" else {}
-        end = min(places, default=len(text))
+        prompt = manifest.description.prompt_token_ids
+        text = await text_of(prompt, token_ids if last is None else token_ids[:-1])
+        stopped_at, stopped_by = len(text), ""
+        if stop and token_ids and ended == "stop" and last is None:
+            stopped_at, stopped_by = _stop_of(text, await text_of(prompt, token_ids[:-1]), stop)
         texts = sequence.token_texts
         if token_texts_of is not None and len(texts.lengths) != len(token_ids):  # the capture is older than these texts
-            texts = await token_texts_of(manifest.description.prompt_token_ids, token_ids)
-        stopped_by = None if places else last
+            texts = await token_texts_of(prompt, token_ids)
         events = tuple(event for event in manifest.rule_events if event.sequence == index)
         by_rule = next((event.rule for event in events if event.action == rule_pb2.RULE_ACTION_ABORT), "")
-        reason = by_rule if ended == FINISH_REASON else places.get(end, "")
+        reason = by_rule if ended == FINISH_REASON else stopped_by
         scores = tuple(sequence.scores.probes)
-        sequences.append(KeptSequence(token_ids, text[:end], ended, reason, stopped_by, texts, events, scores))
+        sequences.append(KeptSequence(token_ids, text[:stopped_at], ended, reason, last, texts, events, scores))
     return sequences
+
+
+def _stop_of(text: str, earlier: str, stop: Sequence[str]) -> tuple[int, str]:
+    """Return where a text ends, and the stop string that ended it, as vLLM does.
+
+    That is the first one that the last token completes. Others may be in the text before, because of `min_tokens`.
+
+    Args:
+        text: The text of all tokens.
+        earlier: The text of all but the last one. It may end with a part of a character.
+        stop: The stop strings.
+    """
+    known = next((at for at, (old, new) in enumerate(zip(earlier, text, strict=False)) if old != new), len(earlier))
+    found = [(at + len(word), at, word) for word in stop if (at := text.find(word, max(known + 1 - len(word), 0))) >= 0]
+    _, at, word = min(found, key=itemgetter(0), default=(0, len(text), ""))
+    return at, word
 
 
 async def replay(

@@ -236,10 +236,10 @@ class Scan:
             hits = []
             for at in np.flatnonzero(finite):
                 key, sequence, position = block.origin(int(likely[at]))
-                # A row without a rank in float32 must not make the bar NaN. Its rank does not bound that of equal rows,
-                # which are likely always.
+                # The rank in float32 of a row without one says nothing about other rows: they are all likely as long as
+                # this row is among the best.
                 rank = rough[likely[at]]
-                rough_rank = float(rank) if np.isfinite(rank) else np.inf
+                rough_rank = float(rank) if np.isfinite(rank) else -np.inf
                 hits.append(
                     Hit(
                         -float(ranks[at]), summary.capture_id, summary.tenant, sequence, position, rough_rank,

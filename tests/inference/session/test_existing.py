@@ -9,6 +9,7 @@ import pytest
 import residuum
 from inference_svc.admission.sampling import sampling_digest
 from inference_svc.engine.streams import Delta
+from inference_svc.session.existing_capture import kept_sequences
 from residuum.rpc.channels import open_aio_channel
 from residuum.v1 import capture_pb2, inference_pb2, store_pb2, store_pb2_grpc
 from store_svc.server import Store
@@ -143,7 +144,7 @@ async def test_a_complete_capture_answers_the_same_request_without_the_engine(se
 
 async def test_a_stop_string_is_left_out_of_a_skipped_reply(service):
     async def text(prompt_token_ids, token_ids):
-        return " One, two. END and"
+        return " One, two. END and" if token_ids else ""
 
     async def script(call):
         yield Delta(" One, two. ", [1], "stop", "END")
@@ -153,6 +154,29 @@ async def test_a_stop_string_is_left_out_of_a_skipped_reply(service):
         _, delta, finished = await service.events(again(SKIP, stop=["two words", "END", "and"]))
         assert delta.delta.text == " One, two. "
         assert finished.finished.sequences[0].stop_reason == "END"
+
+
+@pytest.mark.parametrize(
+    ("pieces", "stop", "text", "reason"),
+    [
+        (["a", "\n", "b", "c", "\n"], ["\n"], "a\nbc", "\n"),  # min_tokens=3
+        (["x", "abc."], ["abc", "b"], "xa", "b"),
+        (["a", "END"], ["END", "ND"], "a", "END"),
+        (["a", "\N{REPLACEMENT CHARACTER}", "é!"], ["é"], "a", "é"),  # the text of a part of a character is replaced
+        (["a", "b", ""], ["b"], "ab", ""),  # another end: a token without text, and min_tokens=2
+    ],
+)
+async def test_a_skipped_reply_ends_where_vllm_ended_it(pieces, stop, text, reason):
+    async def text_of(prompt_token_ids, token_ids):
+        whole = "".join(pieces[: len(token_ids)])
+        return whole.replace("\N{REPLACEMENT CHARACTER}", "") if len(token_ids) == len(pieces) else whole
+
+    ids = range(len(pieces))
+    manifest = capture_pb2.CaptureManifest(
+        sequences=[capture_pb2.SequenceOutcome(generated_token_ids=ids, finish_reason="stop")]
+    )
+    (kept,) = await kept_sequences(manifest, stop, [], text_of)
+    assert (kept.text, kept.stop_reason, kept.token_ids) == (text, reason, [*ids])
 
 
 async def test_a_stop_token_is_in_the_tokens_of_a_skipped_reply_but_not_in_its_text(service):

@@ -295,6 +295,16 @@ def test_large_values_are_scored_in_float64(client):
     np.testing.assert_allclose([hit.score for hit in hits], [6**-0.5, 0, -(6**-0.5)], rtol=1e-6)
 
 
+def test_a_row_without_a_score_in_float32_hides_no_better_rows(client):
+    """The second row is too short for float32. Only the first two are kept when the last row comes, in the third block."""
+    rows = np.zeros((441, 600))  # 218 rows fill a block
+    rows[:, :2] = -1, 1
+    rows[0, :2], rows[1, :2], rows[-1, :2] = (1, 0), (1e-17, 1e-16), (1, 1)
+    put(client, "a", rows, at_once=len(rows))
+    hits, _ = search(client, np.eye(1, 600)[0], measure=COSINE, max_hits=2)
+    assert [hit.position for hit in hits] == [0, 440]
+
+
 def test_hits_of_a_damaged_chunk_are_left_out(tmp_path):
     with serving(tmp_path / "store", shards=1) as (store, client):
         put(client, "a", np.ones((3, WIDTH)))
