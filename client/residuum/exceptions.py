@@ -347,9 +347,11 @@ class BatchFailed(ResiduumError):
         self, replies: Sequence[Reply | None], errors: Mapping[int, ResiduumError], *, can_skip: bool = False
     ) -> None:
         index, first = next(iter(sorted(errors.items())))
+        again = " Correct them and run the same call again with if_exists='skip': it repeats only these prompts."
+        again = again if can_skip else ""
         super().__init__(
             f"{len(errors)} of {len(replies)} prompts failed. The first failed prompt is number {index}: {first} "
-            f"This exception has the other prompts' replies in .replies and all causes in .errors.{rest(can_skip)}",
+            f"This exception has the other prompts' replies in .replies and all causes in .errors.{again}",
             reason=first.reason,
             metadata=first.metadata,
         )

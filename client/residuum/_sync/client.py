@@ -185,7 +185,7 @@ class Client(GenerationClient):
 
         Warns:
             OutageWarning: A service does not answer, and is left out; or it refuses every prompt at the moment.
-            EmptyCaptureWarning: No prompt has any of the selected positions.
+            EmptyCaptureWarning: No prompt has any of the selected positions, or all prompts failed.
 
         Example:
             >>> what = residuum.Capture(layers=[12], positions="last_prompt")

@@ -39,6 +39,8 @@ class JobFolder:
         """The shards on the disk."""
         self.job_id = ""
         """The start of the names of the job's captures."""
+        self.replaced_id = ""
+        """The `job_id` of another job that the folder had, which has not written any rows."""
         self._prepared: dict[int, ShardInfo] = {}
         """The shards that are written under temporary names, by number."""
 
@@ -48,7 +50,7 @@ class JobFolder:
         return sum(shard.prompts for shard in self.shards)
 
     def begin(self, document: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-        """Start the job, or continue it.
+        """Start the job, or continue it. It replaces another job that has no shard.
 
         Args:
             document: What the job does.
@@ -59,12 +61,15 @@ class JobFolder:
             FileExistsError: The folder has other files.
         """
         job = self.path / JOB
+        self.shards = list(shards_in(self.path))
         if job.is_file():
             before = _read_json(job)["spec"]
             if ROWS in document and ROWS not in before:  # an earlier version did not note the dtype, but files have it
-                before = {**before, ROWS: {**document[ROWS], **_dtype_of(shards_in(self.path))}}
+                before = {**before, ROWS: {**document[ROWS], **_dtype_of(self.shards)}}
             changed = differences(before, json.loads(json.dumps(document, default=str)))
-            if changed:
+            if changed and not self.shards:
+                self._replace(job, document, facts)
+            elif changed:
                 from_service = any(change.startswith(f"{ROWS}.") for change in changed)
                 as_it_was = " with a service of the same dtype and default encoding" if from_service else ""
                 raise InvalidRequest(
@@ -80,12 +85,19 @@ class JobFolder:
                     f"{self.path} is a folder with other files, such as {others[0]}. Choose an empty folder, or one "
                     "that does not exist."
                 )
-            _write_json(job, {"format": FORMAT, "spec": document, "spec_sha256": digest_of(document), **facts})
+            _write_job(job, document, facts)
         for left_over in self.path.glob(f"*{_PART}"):
             if left_over.is_file():  # a folder is a part of an export
                 left_over.unlink()
-        self.shards = list(shards_in(self.path))
         self.job_id = self._id()
+
+    def _replace(self, job: Path, document: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+        """Replace the job of the folder, which has no shard."""
+        if (self.path / LOG).is_file() and not self.has_kept_captures():
+            self.replaced_id = self._id()
+        for name in (LOG, INDEX):
+            (self.path / name).unlink(missing_ok=True)
+        _write_job(job, document, facts)
 
     def digests(self) -> Iterator[str]:
         """Yield the digest of each prompt in the shards, in order."""
@@ -234,7 +246,7 @@ def shards_in(folder: Path) -> Iterator[ShardInfo]:
     """Yield the shards of a folder in order.
 
     Raises:
-        InvalidRequest: One is damaged, does not follow the one before it, or has rows of another kind.
+        InvalidRequest: One is missing or damaged, does not follow the one before it, or has rows of another kind.
     """
     number = prompts = 0
     kinds: dict[str, tuple[str, int]] = {}
@@ -256,6 +268,13 @@ def shards_in(folder: Path) -> Iterator[ShardInfo]:
                 )
         yield info
         number, prompts = number + 1, prompts + info.prompts
+    later = min((item.name for item in folder.glob("rows-*.safetensors") if item.name > path.name), default=None)
+    if later is not None:
+        raise InvalidRequest(
+            f"{path} is missing, although {later} is there. Restore it, or delete the later files and run the job "
+            "again: it computes their prompts again.",
+            reason="INVALID_FIELD",
+        )
 
 
 def _dtype_of(shards: Iterable[ShardInfo]) -> dict[str, str]:
@@ -288,6 +307,10 @@ def index_of(shards: Sequence[ShardInfo], total: int) -> dict[str, Any]:
 _SUMS = tuple(
     field.name for field in dataclasses.fields(ShardInfo) if field.name not in {"number", "first_prompt", "tensors"}
 )
+
+
+def _write_job(path: Path, document: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+    _write_json(path, {"format": FORMAT, "spec": document, "spec_sha256": digest_of(document), **facts})
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -160,18 +160,19 @@ async def run_job(job: Job, clients: Callable[[], Sequence[AsyncClient]]) -> Ext
             await services.begin(job.spec.capture)
             job = replace(job, spec=await with_stored_rows(job.spec, services))
             folder.begin(job.document(items, services.info), _facts(services))
+            if folder.replaced_id:
+                await clean_up(services.all, folder.replaced_id, keep_captures=False)
             await _with_pauses(_check_prompts(folder, items))
             summary = await _run(job, items, folder, services)
         finally:
             await services.close()
     extracted = Extracted(job.folder)
     extracted.summary = summary
-    if summary.prompts > summary.failed and not len(extracted):
-        warnings.warn(
-            "No prompt has any of the selected positions, so there are no rows. Check the positions of `capture`.",
-            EmptyCaptureWarning,
-            stacklevel=2,
-        )
+    if summary.prompts and not len(extracted):
+        why = "No prompt has any of the selected positions, so there are no rows. Check the positions of `capture`."
+        if summary.failed == summary.prompts:
+            why = "All prompts failed, so there are no rows. `failures` has the reasons."
+        warnings.warn(why, EmptyCaptureWarning, stacklevel=2)
     return extracted
 
 

@@ -163,7 +163,7 @@ def _flat(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
         if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{prefix}{name}.")
         elif value not in (None, {}, []):
-            yield f"{prefix}{name}", value
+            yield f"{prefix}{name}".removesuffix(".list.layers"), value
 
 
 def _shown(value: Any) -> str:

@@ -359,6 +359,41 @@ async def test_another_job_is_refused_with_what_differs(client, prompts, tmp_pat
     assert files(out) == before
 
 
+async def test_a_job_without_a_shard_is_replaced(client, prompts, tmp_path):
+    """A mistake in the arguments need not be repeated. What the first job left in the store is deleted."""
+    out, small = tmp_path / "out", residuum.Capture(layers=[1])
+    with FullDisk(after=0):
+        await stopped(client, prompts, out, "cannot write", OSError, capture=small, column="id")
+    first = job_id(out)
+    assert await client.captures(prefix=first) != []
+    check_rows(await client.extract(prompts, out, capture=WHAT, progress=False), 40)
+    assert job_id(out) != first
+    assert await client.captures(prefix=first) == []
+
+
+async def test_a_gap_in_the_shards_is_refused(client, prompts, tmp_path):
+    out, options = tmp_path / "out", {"capture": WHAT, "shard_bytes": 1000, "progress": False}
+    await client.extract(prompts, out, **options)
+    (out / "rows-00001.safetensors").unlink()
+    before = files(out)
+    missing = "rows-00001.safetensors is missing, although rows-00002.safetensors is there"
+    await stopped(client, prompts, out, missing, **options)
+    with pytest.raises(residuum.InvalidRequest, match=missing):
+        residuum.Extracted(out)
+    assert files(out) == before
+    for name in before:
+        if name > "rows-00001":
+            (out / name).unlink()
+    check_rows(await client.extract(prompts, out, **options), 40)
+
+
+async def test_a_job_in_which_all_prompts_fail_warns(client, tmp_path):
+    with pytest.warns(residuum.EmptyCaptureWarning, match="All prompts failed"):
+        await client.extract(
+            [[1] * 9], tmp_path / "out", capture=WHAT, on_error="skip", context_length=5, progress=False
+        )
+
+
 async def test_folders_that_cannot_be_used(client, prompts, tmp_path):
     (tmp_path / "notes").write_text("mine")
     await stopped(client, prompts, tmp_path, "folder with other files", FileExistsError)

@@ -146,9 +146,11 @@ def test_the_command_line(cli, tmp_path):
     check_rows(residuum.Extracted(out), 40)
     code, said, _ = cli("extract", source, "--output", out, "--capture", "1,4", "--keep", "y", "--json")
     assert json.loads(said)["done_before"] == 40
+    _, said, _ = cli("extract", source, "--output", out, "--capture", "1,4", "--keep", "y")
+    assert said == f"{out}: all 40 prompts were done before\n"
     code, _, errors = cli("extract", source, "--output", out, "--capture", "1,3", "--keep", "y")
     assert code == 1
-    assert "another job: capture.layers.list.layers was [1, 4] and is [1, 3]" in errors
+    assert "another job: capture.layers was [1, 4] and is [1, 3]" in errors
 
 
 def test_a_spec_has_flags_and_the_command_line_takes_precedence(cli, tmp_path):
@@ -216,6 +218,9 @@ def test_failures_are_shown(cli, tmp_path):
     code, said, errors = cli("extract", source, *flags, "--on-error", "skip")
     assert (code, "1 failed" in said) == (0, True)
     assert "prompt 1 failed: line 2" in errors
+    source.write_text('{"text": 3}\n')
+    code, _, errors = cli("extract", source, "--output", tmp_path / "other", "--capture", "1", "--on-error", "skip")
+    assert (code, "All prompts failed" in errors) == (1, True)
 
 
 def test_a_dry_run_estimates_bytes_and_writes_nothing(cli, tmp_path):

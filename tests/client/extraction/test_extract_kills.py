@@ -129,7 +129,7 @@ def test_a_dry_run_that_is_stopped_leaves_no_captures(source, endpoint, peer, tm
 
 
 def test_a_complete_job_asks_for_nothing_again(source, endpoint, peer, whole):
-    assert "0 prompts (200 were done before)" in ended(start(source, whole, endpoint))
+    assert "all 200 prompts were done before" in ended(start(source, whole, endpoint))
     assert peer.calls.count("Generate") == 0
 
 

@@ -148,7 +148,7 @@ async def test_an_id_that_still_counts_as_running_is_tried_again_after_a_break(c
 
 async def test_the_error_names_the_way_to_finish_the_rest(client):
     names = [uuid.uuid4().hex for _ in range(2)]
-    with pytest.raises(residuum.BatchFailed, match="same call again with if_exists='skip' to finish the rest"):
+    with pytest.raises(residuum.BatchFailed, match="same call again with if_exists='skip': it repeats only"):
         await client.generate_many(["a", ""], capture=residuum.Capture(layers=[1]), request_ids=names, max_tokens=1)
 
 

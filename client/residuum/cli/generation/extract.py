@@ -198,7 +198,7 @@ def extract(options: argparse.Namespace, output: Output) -> int:
     for name, folder in exports:
         rows.export(folder, name)
     _show(rows, output)
-    return 0
+    return 1 if rows.summary and 0 < rows.summary.prompts == rows.summary.failed else 0
 
 
 _SPEC_FLAGS = (

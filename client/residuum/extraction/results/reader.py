@@ -66,6 +66,8 @@ class ExtractSummary:
         return self.bytes / 1e9 / max(self.seconds, 1e-9)
 
     def __str__(self) -> str:
+        if not self.prompts:
+            return f"all {self.done_before} prompts were done before"
         before = f" ({self.done_before} were done before)" if self.done_before else ""
         left_out = f", {self.left_out} documents left out" if self.left_out else ""
         return (
@@ -172,7 +174,7 @@ class Extracted:
 
     Raises:
         FileNotFoundError: There is no job in the folder.
-        InvalidRequest: A file is damaged, or has rows of another dtype or width than those before it.
+        InvalidRequest: A file is missing or damaged, or has rows of another dtype or width than those before it.
         OSError: A file cannot be read, or there are more files than the system allows to be open.
 
     Example:

@@ -158,8 +158,8 @@ class PromptSender:
         what = "conversation" if _is_chat(answered.item.prompt or "") else "prompt"
         cannot = " A conversation cannot be truncated." if what == "conversation" else ""
         message = (
-            f"The {what} has more than {limit} tokens, which context_length allows.{cannot} Shorten it, leave it out "
-            "with on_error='skip', or begin a new job with on_long=."
+            f"The {what} has more than {limit} tokens, which context_length allows.{cannot} Shorten it, or begin a new "
+            "job with on_long=."
         )
         return Failed(answered.item, PromptTooLong(message, reason="PROMPT_TOO_LONG", metadata={"limit": str(limit)}))
 
