@@ -73,6 +73,19 @@ def test_splits_of_a_folder_are_not_mixed(tmp_path, split, message):
     assert not split or "'train'" in done.stderr, "the columns are those of the split"
 
 
+@pytest.mark.parametrize("split", ["", "train"])
+def test_a_split_that_lacks_a_file_is_refused(tmp_path, split):
+    data = tmp_path / "data"
+    data.mkdir()
+    parquet.write_table(pa.table({"text": ["The sea"]}), data / "train-00000-of-00002.parquet")
+    done = command(
+        data / split, "--output", tmp_path / "rows", "--capture", "0", "--ray", "local", "--gpus", "0",
+        "--serve", "/no/model", "--keep", "label",
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "lacks train-00001-of-00002.parquet" in done.stderr
+
+
 def test_a_prompt_that_fails_is_a_row_and_stop_ends_the_job(services, prompts, tmp_path):
     endpoints = [part for name in services["inference"] for part in ("--endpoint", name)]
     job = [prompts, "--capture", "0", "--ray", "local", *endpoints]

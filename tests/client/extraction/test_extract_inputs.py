@@ -110,6 +110,30 @@ def test_splits_of_a_folder_are_not_mixed(tmp_path, train, test):
         open_rows(data / "validation", "text", [])
 
 
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("train-00000-of-00003", "train-00002-of-00003"), r"lacks train-00001-of-00003\.parquet\. It should have 3 "),
+        (("train-00000-of-00002",), r"lacks train-00001-of-00002\.parquet"),
+        (("train-00001-of-00002",), r"lacks train-00000-of-00002\.parquet"),
+        (("train-00000-of-9999999999",), r"lacks train-00001-of-9999999999\.parquet"),
+        (("train-00000-of-00001", "train-00001-of-00001"), r"has train-00001-of-00001\.parquet, too"),
+        (("train-00000-of-00001", "train-00000-of-00002"), "two versions of the split train"),
+        (("train-00000-of-00001", "train-00000-of-00001-0123456789abcdef"), "two versions of the split train"),
+        (("train-00000-of-00001", "train"), "two versions of the split train"),
+    ],
+)
+def test_a_split_that_is_not_whole_is_refused(tmp_path, names, message):
+    data = tmp_path / "data"
+    write_tables(data, **dict.fromkeys(names, 1))
+    for source in (data, data / "train"):
+        with pytest.raises(residuum.InvalidRequest, match=message):
+            open_rows(source, "text", [])
+    assert len(items(data / f"{names[0]}.parquet")) == 1, "a file that is named is read"
+    write_tables(data, **{"test-00000-of-00001": 1})
+    assert len(items(data / "test")) == 1, "another split of the folder is whole"
+
+
 def test_files_of_no_split_are_read_together_but_not_with_a_split(tmp_path):
     write_tables(tmp_path, **{"part-0": 2, "part-1": 1})
     assert [item.prompt for item in items(tmp_path)] == COLUMNS["text"]
