@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 from collections import deque
@@ -151,10 +152,14 @@ async def extract(
 
 async def write_export(job: ExportJob, acts: Activations, place: Workplace, touch: Callable[[int], None]) -> Export:
     """Write an export in a thread. If the task is cancelled, stop the thread and wait until it has stopped."""
-    writing = asyncio.ensure_future(asyncio.to_thread(job.write, acts, place, touch))
+    # Not a task: the end of an event loop cancels all tasks, and would not wait for the thread.
+    writing = asyncio.get_running_loop().run_in_executor(None, job.write, acts, place, touch)
     try:
         return await asyncio.shield(writing)
     except asyncio.CancelledError:
         job.stop()
-        await asyncio.wait([writing])  # because the caller removes the folder that the thread writes to
+        while not writing.done():  # because the caller removes the folder that the thread writes to
+            with contextlib.suppress(asyncio.CancelledError):  # the task may be cancelled again
+                await asyncio.wait([writing])
+        writing.exception()  # otherwise, asyncio logs that nobody asked for it
         raise

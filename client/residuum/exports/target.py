@@ -61,12 +61,15 @@ def workplace(path: Path, *, overwrite: bool) -> Iterator[Workplace]:
     except OSError as error:
         raise OSError(f"{path} cannot be written: {error}") from None
     folder = Path(made)
+    aside = folder / "replaced"
     try:
         place = Workplace(folder, folder / "result")
         yield place
         check_free(path, overwrite=overwrite)  # check again: another process may have written meanwhile
-        _move(place.result, path, aside=folder / "replaced")
+        _move(place.result, path, aside=aside)
     finally:
+        if os.path.lexists(aside) and not os.path.lexists(path):  # the move stopped half-way
+            aside.rename(path)
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import threading
+from pathlib import Path
 
 import grpc
 import ml_dtypes
@@ -236,6 +237,30 @@ async def test_an_export_keeps_the_permissions_of_what_it_replaces(client, reply
     assert path.stat().st_mode & 0o777 == 0o640
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+@pytest.mark.parametrize("link", [False, True])
+def test_an_export_that_cannot_be_moved_leaves_the_old_one(tmp_path, monkeypatch, error, link):
+    """The old folder is moved aside first."""
+    path = tmp_path / "x.zarr"
+    activations(np.ones((1, 2, 4))).export(tmp_path / "y.zarr" if link else path)
+    if link:
+        path.symlink_to("y.zarr")
+    before = sorted(tmp_path.rglob("*"))
+    rename = Path.rename
+
+    def fail_to_move(self, target):
+        if self.name == "result":
+            raise error
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", fail_to_move)
+    with pytest.raises(error):
+        activations(np.zeros((1, 2, 4))).export(path, overwrite=True)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert path.is_symlink() == link
+    assert (OPENERS["zarr"](path)[0]["resid_post"].rows[0] == 1).all()
+
+
 async def test_an_export_without_disk_space_leaves_nothing(client, reply, tmp_path, kind_of_file):
     acts = await client.activations(reply)
     with no_file_above(100), pytest.raises(OSError, match=rf"x.{kind_of_file} cannot be written"):
@@ -275,8 +300,9 @@ async def test_an_export_from_an_unreachable_store_leaves_nothing(make, endpoint
     assert not list(tmp_path.iterdir())
 
 
-async def test_an_export_that_is_cancelled_leaves_nothing(endpoint, reply, tmp_path, monkeypatch):
-    """The writing thread ends before its files are removed."""
+@pytest.mark.parametrize("times", [1, 2])
+async def test_an_export_that_is_cancelled_leaves_nothing(endpoint, reply, tmp_path, monkeypatch, times):
+    """The writing thread ends before its files are removed, also if all tasks are cancelled, and more than once."""
     began, go_on, ended = threading.Event(), threading.Event(), threading.Event()
 
     def write(acts, path, advance):
@@ -293,8 +319,11 @@ async def test_an_export_that_is_cancelled_leaves_nothing(endpoint, reply, tmp_p
     async with residuum.AsyncClient(endpoint) as client:
         task = asyncio.ensure_future(client.export(reply, tmp_path / "x.npz"))
         assert await asyncio.to_thread(began.wait, 30)
-        task.cancel()
-        asyncio.get_running_loop().call_later(0.05, go_on.set)
+        asyncio.get_running_loop().call_later(0.2, go_on.set)
+        for _ in range(times):
+            for each in asyncio.all_tasks() - {asyncio.current_task()}:
+                each.cancel()
+            await asyncio.sleep(0.01)
         with pytest.raises(asyncio.CancelledError):
             await task
     assert ended.is_set()
