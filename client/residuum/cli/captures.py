@@ -21,10 +21,14 @@ from residuum.cli.labels import add_where, labels_text
 from residuum.cli.output import Output, age, size
 from residuum.cli.parser import positive_count
 from residuum.exports.formats import FORMATS
+from residuum.exports.target import is_export
 from residuum.protocol.captures.deleting import DELETIONS_AT_ONCE
 from residuum.protocol.requests import check_capture_id
 
 _STATES = ("open", "complete", "incomplete", "aborted")
+_HOW_TO_CONTINUE = (
+    "The captures that were printed are written. The same command continues; leave --force out, if you gave it."
+)
 _LAYERS_HELP = "only these layers: 12 or 0,5,10-20 (default: all)"
 
 
@@ -136,7 +140,12 @@ def add_pull_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--format", choices=list(FORMATS), help="the file's format (default: by FILE's suffix, else safetensors)"
     )
-    parser.add_argument("--force", action="store_true", help="replace FILE if it exists (default: fail)")
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        help="replace FILE if it exists (default: fail; with --prefix, --state or --where, skip captures whose files "
+        "exist, so that the same command continues after an interruption)",
+    )
     parser.add_argument("--layers", metavar="LAYERS", help=_LAYERS_HELP)
     parser.add_argument("--sites", metavar="SITES", help="only these sites, separated by commas (default: all)")
     parser.add_argument(
@@ -159,18 +168,26 @@ def pull(options: argparse.Namespace, output: Output) -> int:
             _pull_one(client, options.id, options.out or f"{options.id}.{kind}", kind, options, output)
         return 0
     folder, kind = Path(options.out or "."), options.format or "safetensors"
-    with open_captures(options) as client, advice_if_cut_off("The captures that were printed are written."):
+    with open_captures(options) as client, advice_if_cut_off(_HOW_TO_CONTINUE):
         found = list(client.captures(**chosen))
         if not found:
             output.note("no captures match" + _other_tenants(client))
         folder.mkdir(parents=True, exist_ok=True)
+        paths = {item.capture_id: folder / f"{item.capture_id}.{kind}" for item in found}
+        there = set() if options.force else {name for name, path in paths.items() if is_export(path)}
+        if there:
+            output.note(
+                f"skipped {len(there)} of {len(found)} captures because of existing files; --force replaces these"
+            )
         for item in found:
+            if item.capture_id in there:
+                continue
             if item.state in {"incomplete", "aborted"} and not options.allow_partial:
                 output.note(
                     f"{item.capture_id} is {item.state} and was left out; --allow-partial writes its present rows"
                 )
                 continue
-            _pull_one(client, item.capture_id, str(folder / f"{item.capture_id}.{kind}"), kind, options, output)
+            _pull_one(client, item.capture_id, str(paths[item.capture_id]), kind, options, output)
     return 0
 
 

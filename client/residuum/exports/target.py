@@ -25,6 +25,11 @@ class Workplace:
     """Where the exported file or folder is written first."""
 
 
+def is_export(path: Path) -> bool:
+    """Return whether a path is a file, or a folder that an export has written. An export has its name once whole."""
+    return path.is_file() or (path / FOLDER_MARK).is_file()
+
+
 def check_free(path: Path, *, overwrite: bool) -> None:
     """Check that an export may be written to a path.
 
@@ -40,7 +45,7 @@ def check_free(path: Path, *, overwrite: bool) -> None:
         raise FileExistsError(f"{path} already exists. Choose another path, or replace it with overwrite=True.")
     if path.exists() and not path.is_dir() and not path.is_file():
         raise FileExistsError(f"{path} is a device or a pipe, and an export does not replace these. Choose a file.")
-    if path.is_dir() and not (path / FOLDER_MARK).is_file():
+    if path.is_dir() and not is_export(path):
         message = f"{path} is a folder, but not an export, so it is not replaced. Choose another path."
         raise FileExistsError(message)
 

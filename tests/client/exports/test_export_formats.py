@@ -18,7 +18,7 @@ import zarr
 
 import residuum
 from residuum import cli as command_line
-from residuum.exports.formats import FORMATS
+from residuum.exports.formats import FORMATS, Format
 from tests.client.support.captured import activations
 from tests.client.support.disks import no_file_above
 from tests.client.support.flaky_store import Unknown
@@ -429,6 +429,46 @@ def test_the_command_replaces_an_export_only_with_force(cli, captured, tmp_path)
     assert path.read_text() == "mine"
     assert cli("pull", captured, "--out", path, "--force")[0] == 0
     assert OPENERS["npz"](path)[0]
+
+
+def test_the_command_continues_when_it_exports_several_captures(cli, tmp_path, monkeypatch, kind_of_file):
+    prefix, out = f"several-{kind_of_file}-", tmp_path / "out"
+    names = [f"{prefix}{number}" for number in range(3)]
+    for name in names:
+        assert cli("generate", "a bb ccc", "--id", name, "--capture", "1", "--max-tokens", "4")[0] == 0
+        assert cli("manifest", name, "--wait")[0] == 0
+    command = ("pull", "--prefix", prefix, "--out", out, "--format", kind_of_file)
+    writer, began = Format.writer, []
+
+    def interrupted_writer(self):
+        def write(acts, path, advance):
+            writer(self)(acts, path, advance)
+            began.append(path)
+            if len(began) == 2:
+                raise KeyboardInterrupt
+
+        return write
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Format, "writer", interrupted_writer)
+        code, _, err = cli(*command)
+    assert (code, "The same command continues" in err) == (130, True)
+    (done,) = out.iterdir()
+    made = done.stat().st_mtime_ns
+    code, said, err = cli(*command)
+    assert (code, len(said.splitlines())) == (0, 2)
+    assert "skipped 1 of 3 captures because of existing files; --force replaces these" in err
+    assert done.stat().st_mtime_ns == made
+    assert sorted(item.name for item in out.iterdir()) == [f"{name}.{kind_of_file}" for name in names]
+    assert all(OPENERS[kind_of_file](item)[0] for item in out.iterdir())
+    code, said, err = cli(*command, "--force")
+    assert (code, len(said.splitlines()), "skipped" in err) == (0, 3, False)
+
+
+def test_the_command_skips_no_folder_that_is_not_an_export(cli, captured, tmp_path):
+    (tmp_path / f"{captured}.npz").mkdir()
+    code, _, err = cli("pull", "--prefix", captured, "--out", tmp_path, "--format", "npz")
+    assert (code, "already exists" in err) == (1, True)
 
 
 def test_the_command_says_which_extra_an_export_needs(endpoint, captured, tmp_path, monkeypatch, capsys):
