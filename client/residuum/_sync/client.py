@@ -132,7 +132,7 @@ class Client(GenerationClient):
             source: The prompts: a file that ends in .jsonl, .txt (one prompt per line), .parquet or .arrow; a folder
                 with Parquet files or of `Dataset.save_to_disk`; a split of such a folder, such as data/train for
                 data/train-00000-of-00002.parquet and so on; or a list of prompts, or of rows with columns. A folder
-                with several splits is refused, and a split that lacks a file. Tables need the extra `parquet`.
+                with several splits is refused. Tables need the extra `parquet`.
             folder: The folder to write. It must not exist, be empty, or have the same job.
             capture: What to capture of every prompt.
             column: The column with the prompt: a text, a list of token IDs, or a conversation as a list of messages.

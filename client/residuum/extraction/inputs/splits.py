@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+import warnings
 from pathlib import Path
 
 from residuum.exceptions import InvalidRequest
 
-_SHARD = re.compile(r"(?P<split>.+)-(?P<number>\d{5,})(?P<version>-of-(?P<total>\d{5,})(?:-[0-9a-f]{16})?)")
+_SHARD = re.compile(r"(?P<split>.+)-\d{5,}(?P<version>-of-(?P<total>\d{5,})(?:-[0-9a-f]{16})?)")
 """The names of the files of a split on the Hugging Face hub, such as train-00000-of-00002."""
 _WORDS = frozenset(("train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation"))
 """Words that name a split."""
@@ -19,7 +20,7 @@ def files_of_folder(folder: Path) -> list[Path]:
     """Return the Parquet files of a folder, or else its Arrow files, in the order of their names; empty without any.
 
     Raises:
-        InvalidRequest: They are of several splits, whose rows should not be mixed, or not the files of a whole split.
+        InvalidRequest: They are of several splits, whose rows should not be mixed, or of two versions of a split.
     """
     found = _tables(folder)
     splits = dict.fromkeys(map(_split_of, found))
@@ -34,7 +35,7 @@ def files_of_folder(folder: Path) -> list[Path]:
             f"be mixed. Name one split, such as {folder / advised}, and run a job for each that you want.",
             reason="INVALID_FIELD",
         )
-    _check_whole(found)
+    _check_version(found)
     return found
 
 
@@ -42,15 +43,15 @@ def files_of_split(path: Path) -> list[Path]:
     """Return the files of a split that is named as if it were a folder, such as data/train; empty if there are none.
 
     Raises:
-        InvalidRequest: One of them is missing, or they are of two versions of the split.
+        InvalidRequest: They are of two versions of the split.
     """
     found = [file for file in _tables(path.parent) if _split_of(file) == path.name]
-    _check_whole(found)
+    _check_version(found)
     return found
 
 
-def _check_whole(files: list[Path]) -> None:
-    """Refuse the numbered files of a split if one of them is missing, or if they are of two versions of the split."""
+def _check_version(files: list[Path]) -> None:
+    """Refuse files of two versions of a split, and warn if some of the split's files are missing."""
     shards = [_SHARD.fullmatch(file.stem) for file in files]
     versions = {shard["version"] if shard else "": file for shard, file in zip(shards, files, strict=True)}
     if len(versions) > 1:
@@ -60,19 +61,12 @@ def _check_whole(files: list[Path]) -> None:
             "other. Rows would be there twice. Keep the files of one version, and move the others to another folder.",
             reason="INVALID_FIELD",
         )
-    if not shards or shards[0] is None:
-        return  # without numbers, nothing tells how many files there should be
-    split, number, version, total = shards[0].group("split", "number", "version", "total")
-    count = min(int(total), len(files) + 1)  # enough to find a missing one
-    expected = [f"{split}-{index:0{len(number)}}{version}{files[0].suffix}" for index in range(count)]
-    found = [file.name for file in files]
-    if set(found) != set(expected):
-        missing = next((f"lacks {name}" for name in expected if name not in found), None)
-        wrong = missing or next(f"has {name}, too" for name in found if name not in expected)
-        raise InvalidRequest(
-            f"The split {split} in {files[0].parent} {wrong}. It should have {int(total)} files, numbered from 0. "
-            "Download it again, or name a single file to read only that.",
-            reason="INVALID_FIELD",
+    total = int(shards[0]["total"]) if shards and shards[0] else len(files)  # without numbers, nothing tells how many
+    if len(files) != total:
+        warnings.warn(
+            f"The names of the files in {files[0].parent} tell that the split {_split_of(files[0])} has {total} files, "
+            f"but {len(files)} are there. The job reads these. If files are missing, stop it and download them.",
+            stacklevel=2,
         )
 
 
