@@ -13,7 +13,13 @@ import sys
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 from pydantic import AfterValidator, ValidationError
-from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
+from pydantic_settings import (
+    BaseSettings,
+    CliSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+    TomlConfigSettingsSource,
+)
 
 from residuum.wire.endpoints import parse_endpoint
 from svc_common.environment import PREFIX, unknown_variables
@@ -114,29 +120,51 @@ def load_settings(kind: type[_Settings], program: str, arguments: Sequence[str],
         arguments: The command line after the program.
         epilog: The last paragraph of the help.
     """
+    try:
+        return read_settings(kind, program, arguments, epilog=epilog)
+    except WrongFlagsError as error:
+        sys.stderr.write(f"{program}: {error}\n")
+        sys.exit(2)
+    except BadSettingsError as error:
+        sys.exit(f"{program}: bad settings\n{error}")
+
+
+def read_settings(kind: type[_Settings], program: str, arguments: Sequence[str], *, epilog: str = "") -> _Settings:
+    """Read the settings of a service; see `load_settings`. Only --help exits.
+
+    Raises:
+        WrongFlagsError: A flag is unknown, or its value is missing or cannot be read.
+        BadSettingsError: A setting is bad, or an unknown variable's name is close to one of them.
+    """
     arguments, path = _take_config(list(arguments))
     if path and not os.path.isfile(path):  # noqa: PTH113 - one check, no path object otherwise
-        sys.exit(f"{program}: config: the file {path!r} does not exist")
+        raise BadSettingsError(f"  config: the file {path!r} does not exist")
     located = type(
         kind.__name__,
         (kind,),
         {"config_file": path, "__module__": kind.__module__, "__doc__": f"{kind.__doc__} {_SOURCES_HELP}"},
     )
     flags: CliSettingsSource[Any] = CliSettingsSource(
-        located, cli_prog_name=program, cli_kebab_case=True, cli_implicit_flags=True, cli_hide_none_type=True
+        located,
+        cli_prog_name=program,
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_hide_none_type=True,
+        cli_exit_on_error=False,  # argparse would print all flags
     )
     _hide_python_types(flags.root_parser)
     flags.root_parser.epilog = epilog
+    try:
+        values = flags(args=arguments)  # --help exits here
+    except SettingsError as error:
+        message = str(error).removeprefix("error parsing CLI: ")
+        raise WrongFlagsError(f"{message}. {program} --help lists all flags.") from None
 
     def read() -> _Settings:
-        values = flags(args=arguments)  # --help and unknown flags exit here
         settings: _Settings = located(_cli_settings_source=values)
         return settings
 
-    try:
-        return _checked(kind, read)
-    except BadSettingsError as error:
-        sys.exit(f"{program}: bad settings\n{error}")
+    return _checked(kind, read)
 
 
 _METAVARS = {
@@ -166,6 +194,10 @@ def _hide_python_types(parser: argparse.ArgumentParser) -> None:
 
 class BadSettingsError(ValueError):
     """Settings are bad. The message has a line for each problem."""
+
+
+class WrongFlagsError(BadSettingsError):
+    """A flag is unknown, or its value is missing or cannot be read."""
 
 
 def from_environment(kind: type[_Settings]) -> _Settings:

@@ -73,6 +73,13 @@ def test_a_folder_that_does_not_exist_ends_the_start_before_the_model_is_loaded(
     assert f"{flag} (RESIDUUM_{flag[2:].upper().replace('-', '_')}): there is no folder '/nowhere/x'." in ended.stderr
 
 
+def test_a_wrong_flag_is_told_in_one_line():
+    ended = run("--model", "x", "--nosuch")
+    assert ended.returncode == 2
+    told = "unrecognized arguments: --nosuch. python -m inference_svc --help lists all flags.\n"
+    assert ended.stderr == f"python -m inference_svc: {told}"
+
+
 def test_a_model_is_needed():
     ended = run(RESIDUUM_LISTEN="127.0.0.1:0")
     assert ended.returncode != 0
