@@ -42,7 +42,7 @@ _STOP_SECONDS = 60.0
 
 
 class ServiceFailedError(RuntimeError):
-    """A service exited or did not become ready. The message ends with the last lines of its log."""
+    """A service cannot start, has ended or did not become ready. If it ran, the message ends with lines of its log."""
 
 
 class Process(Protocol):
@@ -236,7 +236,12 @@ def start_inference(
 def _start(
     name: str, folder: Path, module: str, arguments: Sequence[str], cwd: Path, launch: Launch, host: str
 ) -> Service:
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ServiceFailedError(
+            f"captures and logs cannot be kept in {folder}, because it is a file, or is inside one. Choose another."
+        ) from None
     port_file = folder / f"{name}.port"
     port_file.unlink(missing_ok=True)
     log = folder / f"{name}.log"

@@ -202,6 +202,13 @@ def test_without_the_server_it_says_what_to_install(monkeypatch, capsys):
         pass
 
 
+@pytest.mark.parametrize("folder", ["file", "file/inner"])
+def test_a_file_in_place_of_the_data_folder_is_told_in_words(scripted, tmp_path, capsys, folder):
+    (tmp_path / "file").touch()
+    assert serve_command.main(model="m", data=Path(folder), temporary=False, flags=[]) == 1
+    assert f"residuum: captures and logs cannot be kept in {tmp_path / folder}, because" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("flags", [["--listen=0.0.0.0:1"], ["--seed", "1", "--store", "x:1"]])
 def test_flags_that_serve_sets_itself_are_refused(tmp_path, flags):
     with (
