@@ -6,6 +6,7 @@ The client finds this module through the entry point `serve` in the group `resid
 from __future__ import annotations
 
 import importlib.util
+import pkgutil
 import sys
 import tempfile
 import time
@@ -15,7 +16,8 @@ from typing import TYPE_CHECKING, TextIO
 
 from residuum.rpc.extras import install_server
 from svc_common import services_of_actor
-from svc_common.launcher import ServiceFailedError, is_free, running_services
+from svc_common.launcher import LOOPBACK, ServiceFailedError, is_free, running_services
+from svc_common.settings import BadSettingsError, read_settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -30,6 +32,7 @@ USUAL_PORTS = (50052, 50051)
 
 _OURS = ("--listen", "--port-file", "--store")
 _INFERENCE = "inference_svc"
+_INFERENCE_SETTINGS = "inference_svc.settings:InferenceSettings"
 _NEEDED = ("lmdb", "vllm")
 _POLL_SECONDS = 0.2
 _PLAIN_SECONDS = 15
@@ -49,6 +52,10 @@ To try, in Python:
 Ctrl-C stops both services."""
 
 
+class WrongCommandLineError(ServiceFailedError):
+    """The arguments are invalid. Nothing has been started."""
+
+
 @contextmanager
 def serving(
     model: str, *, data: Path | None = None, temporary: bool = False, flags: Sequence[str] = (), progress: bool = True
@@ -63,9 +70,13 @@ def serving(
         progress: Show on stderr which service is starting.
 
     Raises:
-        ServiceFailedError: A service did not become ready, or the arguments are invalid.
+        WrongCommandLineError: The arguments are invalid.
+        ServiceFailedError: A service did not become ready.
     """
-    _check(flags, data, temporary=temporary)
+    if temporary and data is not None:
+        raise WrongCommandLineError("set either a data folder or temporary, not both")
+    _check_can_serve(flags, needs_store=True)
+    _check_settings(model, flags)
     ports = USUAL_PORTS if all(map(is_free, USUAL_PORTS)) else (0, 0)
     line = ProgressLine(sys.stderr, shown=progress)
     # No timeout, because downloading a model may take long. Ctrl-C ends the wait.
@@ -88,6 +99,7 @@ def serving(
 
 def main(*, model: str, data: Path | None, temporary: bool, flags: Sequence[str]) -> int:
     """Serve until Ctrl-C or SIGTERM; return the exit code."""
+    code = 0
     try:
         with serving(model, data=data, temporary=temporary, flags=flags) as (store, inference):
             captures = "deleted at the end" if temporary else f"kept in {store.folder}"
@@ -96,15 +108,19 @@ def main(*, model: str, data: Path | None, temporary: bool, flags: Sequence[str]
             )
             while inference.is_running and store.is_running:
                 time.sleep(_POLL_SECONDS)
+            code = 1
             ended = store if inference.is_running else inference
             failure = f"{ended.name} has ended\n{ended.log_end()}"
+        _tell(f"residuum: {failure}")
     except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)  # noqa: T201
-        return 0
+        _tell("stopped")
+    except WrongCommandLineError as error:
+        _tell(f"residuum serve: {error}")
+        code = 2
     except ServiceFailedError as error:
-        failure = str(error)
-    print(f"residuum: {failure}", file=sys.stderr)  # noqa: T201
-    return 1
+        _tell(f"residuum: {error}")
+        code = 1
+    return code
 
 
 def serve_for_actor() -> int:
@@ -112,16 +128,24 @@ def serve_for_actor() -> int:
     return services_of_actor.main(_check_can_serve)
 
 
-def _check(flags: Sequence[str], data: Path | None, *, temporary: bool) -> None:
-    if temporary and data is not None:
-        raise ServiceFailedError("set either a data folder or temporary, not both")
-    _check_can_serve(flags, needs_store=True)
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)  # noqa: T201 - a command prints
+
+
+def _check_settings(model: str, flags: Sequence[str]) -> None:
+    """Check the inference service's settings before anything starts."""
+    settings = pkgutil.resolve_name(_INFERENCE_SETTINGS)  # by name, because this package knows neither service
+    arguments = ["--model", model, f"--store={LOOPBACK}:1", *flags, f"--listen={LOOPBACK}:0"]
+    try:
+        read_settings(settings, f"python -m {_INFERENCE}", arguments)
+    except BadSettingsError as error:
+        raise WrongCommandLineError(str(error).strip()) from None
 
 
 def _check_can_serve(flags: Sequence[str], *, needs_store: bool) -> None:
     for flag in flags:
         if flag.partition("=")[0] in _OURS:
-            raise ServiceFailedError(
+            raise WrongCommandLineError(
                 f"`residuum serve` sets {flag.partition('=')[0]} itself. To choose it, start the services separately: "
                 "python -m store_svc, python -m inference_svc"
             )

@@ -88,7 +88,7 @@ def test_temporary_captures_leave_nothing(tmp_path):
 
 
 def test_ctrl_c_while_the_model_is_loading(tmp_path):
-    with started(tmp_path, "--never", "--temporary") as process:
+    with started(tmp_path, "--model", "never", "--temporary") as process:
         while "loading the model ... 0 s" not in process.stderr.readline():
             assert process.poll() is None
         process.send_signal(signal.SIGINT)
@@ -97,11 +97,12 @@ def test_ctrl_c_while_the_model_is_loading(tmp_path):
 
 
 def test_a_service_that_fails_is_reported_with_the_end_of_its_log(tmp_path):
-    with started(tmp_path, "--no-such-flag") as process:
+    unknown = ["--seed", "1"]  # to the scripted service, not to the real one
+    with started(tmp_path, *unknown) as process:
         _, err = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "residuum: The inference service exited with code 2. Its log ends:" in err
-    assert "--no-such-flag" in err
+    assert "--seed" in err
 
 
 @pytest.fixture
@@ -200,6 +201,24 @@ def test_without_the_server_it_says_what_to_install(monkeypatch, capsys):
     assert "pip install . './server[cuda,store]'" in capsys.readouterr().err
     with pytest.raises(RuntimeError, match="install residuum-server"), residuum.serve("m"):
         pass
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--nosuch"], "unrecognized arguments: --nosuch. python -m inference_svc --help lists all flags."),
+        (["--max-model-len", "foo"], "--max-model-len (RESIDUUM_MAX_MODEL_LEN): Input should be a valid integer"),
+        (["--seed", "1", "--store", "x:1"], "`residuum serve` sets --store itself"),
+    ],
+)
+def test_a_wrong_flag_is_told_before_anything_starts(tmp_path, monkeypatch, capsys, flags, told):
+    monkeypatch.setattr(serve_command, "_NEEDED", ())
+    monkeypatch.setenv("RESIDUUM_LISTEN", "nonsense")  # does not matter: `residuum serve` sets --listen
+    assert serve_command.main(model="m", data=tmp_path / "data", temporary=False, flags=flags) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"residuum serve: {told}")
+    assert err.count("\n") == 1
+    assert not (tmp_path / "data").exists()
 
 
 @pytest.mark.parametrize("folder", ["file", "file/inner"])

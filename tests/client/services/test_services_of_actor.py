@@ -88,7 +88,7 @@ def test_the_store_answers_only_to_the_token(tmp_path):
 
 
 def test_the_actor_may_die_while_the_model_is_loading(tmp_path):
-    with started(tmp_path / "scratch", flags=["--never"]) as process:
+    with started(tmp_path / "scratch", model="never") as process:
         until = time.monotonic() + 60
         while "inference" not in services_in(tmp_path / "scratch"):
             assert time.monotonic() < until

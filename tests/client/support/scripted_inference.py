@@ -8,6 +8,9 @@ from pathlib import Path
 
 from tests.client.support.peer import RunningPeer
 
+NEVER = "never"
+"""The model that loads for ever."""
+
 
 def main() -> None:
     parser = argparse.ArgumentParser()
@@ -15,11 +18,10 @@ def main() -> None:
         parser.add_argument(flag)
     parser.add_argument("--grace-seconds")
     parser.add_argument("--insecure", action="store_true")
-    parser.add_argument("--never", action="store_true", help="load for ever")
     options = parser.parse_args()
     told = {signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, told)
-    if options.never:
+    if options.model == NEVER:
         signal.sigwait(told)
         return
     peer = RunningPeer(options.store)
