@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -10,6 +11,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +41,7 @@ sched(7)), and a session that computes all the time has kept others waiting for 
 
 _POLL_SECONDS = 0.1
 _STOP_SECONDS = 60.0
+_SHOWN_LINES = 30
 
 
 class ServiceFailedError(RuntimeError):
@@ -93,6 +96,8 @@ class Service:
     """The folder of its log (`NAME.log`) and its port file."""
     host: str = LOOPBACK
     """The host that it listens on."""
+    log_start: int = 0
+    """The size of its log when it was started. Earlier services may have written to the same file."""
 
     @property
     def log(self) -> Path:
@@ -108,6 +113,12 @@ class Service:
     def is_running(self) -> bool:
         """Whether the process is running."""
         return self.process.poll() is None
+
+    @property
+    def ending(self) -> str:
+        """How the process has ended, to follow its name."""
+        code = self.process.wait()
+        return f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
 
     def wait_until_serving(
         self, timeout_seconds: float, tls: TLS | None = None, *, waiting: Callable[[str, float], None] | None = None
@@ -126,7 +137,7 @@ class Service:
         while not self._is_serving(tls):
             passed = time.monotonic() - started
             if not self.is_running:
-                message = f"The {self.name} service exited with code {self.process.returncode}. Its log ends:"
+                message = f"The {self.name} service {self.ending}. Its log ends:"
                 raise ServiceFailedError(f"{message}\n{self.log_end()}")
             if passed > timeout_seconds:
                 message = f"The {self.name} service was not ready within {timeout_seconds:.0f} s. Its log ends:"
@@ -159,7 +170,16 @@ class Service:
 
     def log_end(self) -> str:
         """Return the last lines that it printed."""
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-30:])
+        return self._last_lines(lambda _: True)
+
+    def log_warnings(self) -> str:
+        """Return the last lines that it printed, except log records below the level warning."""
+        return self._last_lines(_is_worth_showing)
+
+    def _last_lines(self, is_shown: Callable[[str], bool]) -> str:
+        with self.log.open(errors="replace") as log:
+            log.seek(self.log_start)
+            return "".join(deque(filter(is_shown, log), _SHOWN_LINES)).rstrip("\n")
 
     def _is_serving(self, tls: TLS | None) -> bool:
         if not (self.folder / f"{self.name}.port").exists():
@@ -246,7 +266,9 @@ def _start(
     port_file.unlink(missing_ok=True)
     log = folder / f"{name}.log"
     log.touch()
-    return Service(name, launch(module, [*arguments, "--port-file", str(port_file)], cwd, log), folder, host)
+    log_start = log.stat().st_size
+    process = launch(module, [*arguments, "--port-file", str(port_file)], cwd, log)
+    return Service(name, process, folder, host, log_start)
 
 
 @contextmanager
@@ -343,6 +365,15 @@ def is_free(port: int) -> bool:
         except OSError:
             return False
     return True
+
+
+def _is_worth_showing(line: str) -> bool:
+    """Tell whether a line of a log is a warning, an error, or a text that is not a log record."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return bool(line.strip())
+    return not (isinstance(record, dict) and record.get("level") in ("debug", "info"))
 
 
 def _interrupt(number: int, frame: object) -> None:

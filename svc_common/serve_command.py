@@ -109,9 +109,11 @@ def main(*, model: str, data: Path | None, temporary: bool, flags: Sequence[str]
             while inference.is_running and store.is_running:
                 time.sleep(_POLL_SECONDS)
             code = 1
-            ended = store if inference.is_running else inference
-            failure = f"{ended.name} has ended\n{ended.log_end()}"
-        _tell(f"residuum: {failure}")
+            ended, other = (store, inference) if inference.is_running else (inference, store)
+            _tell(f"residuum: The {ended.name} service {ended.ending}. Stopping the {other.name} service ...")
+            where = "" if temporary else f": {ended.log}"
+            warnings = ended.log_warnings()
+            _tell(f"From its log:\n{warnings}" if warnings else f"Its log has no warnings{where}")
     except KeyboardInterrupt:
         _tell("stopped")
     except WrongCommandLineError as error:

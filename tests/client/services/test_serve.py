@@ -21,7 +21,7 @@ import residuum
 from residuum.cli import main
 from residuum.cli.services import serve as command
 from svc_common import serve_command
-from svc_common.launcher import ServiceFailedError, is_free
+from svc_common.launcher import Service, ServiceFailedError, is_free, start_inference
 
 pytestmark = pytest.mark.slow  # it starts many processes
 
@@ -101,7 +101,7 @@ def test_a_service_that_fails_is_reported_with_the_end_of_its_log(tmp_path):
     with started(tmp_path, *unknown) as process:
         _, err = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert "residuum: The inference service exited with code 2. Its log ends:" in err
+    assert "residuum: The inference service ended with code 2. Its log ends:" in err
     assert "--seed" in err
 
 
@@ -201,6 +201,52 @@ def test_without_the_server_it_says_what_to_install(monkeypatch, capsys):
     assert "pip install . './server[cuda,store]'" in capsys.readouterr().err
     with pytest.raises(RuntimeError, match="install residuum-server"), residuum.serve("m"):
         pass
+
+
+INFO, WARNING, ERROR = (f'{{"event": "told", "level": "{level}"}}' for level in ("info", "warning", "error"))
+
+
+@pytest.mark.parametrize(
+    ("end", "temporary", "log", "told"),
+    [
+        ("kill -9 $$", False, [INFO], "was killed by signal 9. {stopping}\nIts log has no warnings: {log}\n"),
+        ("exit 3", True, [INFO, ""], "ended with code 3. {stopping}\nIts log has no warnings\n"),
+        (
+            "exit 3",
+            False,
+            [WARNING, INFO, ERROR, "Aborted"],
+            f"ended with code 3. {{stopping}}\nFrom its log:\n{WARNING}\n{ERROR}\nAborted\n",
+        ),
+    ],
+)
+@pytest.mark.parametrize(("victim", "other"), [("store", "inference"), ("inference", "store")])
+def test_a_service_that_ends_is_told_before_the_other_is_stopped(
+    tmp_path, monkeypatch, capsys, victim, other, end, temporary, log, told
+):
+    heard = []
+    with subprocess.Popen(["sleep", "60"]) as lives, subprocess.Popen(["sh", "-c", end]) as ends:
+        services = [Service(name, ends if name == victim else lives, tmp_path) for name in ("store", "inference")]
+        (tmp_path / f"{victim}.log").write_text("\n".join(log))
+        for service in services:
+            (tmp_path / f"{service.name}.port").write_text("1")
+
+        @contextmanager
+        def serving(*_, **__):
+            yield services
+            heard.append(capsys.readouterr().err)
+
+        monkeypatch.setattr(serve_command, "serving", serving)
+        code = serve_command.main(model="m", data=None, temporary=temporary, flags=[])
+        lives.kill()
+    told = told.replace("{stopping}", f"Stopping the {other} service ...").replace("{log}", f"{tmp_path}/{victim}.log")
+    assert (code, heard) == (1, [f"residuum: The {victim} service {told}"])
+
+
+def test_a_log_is_shown_from_the_start_of_its_service(tmp_path):
+    for _ in range(2):
+        service = start_inference(tmp_path, "m", "", module="no_such_module")
+        service.process.wait()
+        assert service.log_end().count("No module named no_such_module") == 1
 
 
 @pytest.mark.parametrize(
