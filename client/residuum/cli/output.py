@@ -69,6 +69,7 @@ class Output:
         self.as_json = as_json
         self.is_terminal = sys.stdout.isatty() and not as_json
 
+        self._line_is_open = False
     def rows(self, columns: Sequence[str], rows: Iterable[Mapping[str, Any]], *, optional: Sequence[str] = ()) -> int:
         """Print rows as a table, as tab-separated lines, or as one JSON object per line.
 
@@ -109,11 +110,18 @@ class Output:
         if not self.as_json:
             print(line, flush=True)
 
+            self._line_is_open = False
     def write(self, part: str) -> None:
         """Print part of a line immediately; with --json nothing is printed."""
-        if not self.as_json:
+        if part and not self.as_json:
             print(part, end="", flush=True)
 
+            self._line_is_open = not part.endswith("\n")
+
+    def end_line(self) -> None:
+        """End the line of which `write` printed a part, if it is not at its end."""
+        if self._line_is_open:
+            self.say("")
     def json(self, value: object) -> None:
         """Print one JSON object on a line."""
         print(json.dumps(value, default=_plain, ensure_ascii=False), flush=True)

@@ -375,7 +375,7 @@ def test_invalid_steering_is_refused(cli, tmp_path, monkeypatch, steer):
 def test_generate_stops_at_its_timeout(cli, peer):
     peer.script.hold = threading.Event()
     code, out, err = cli("generate", "a", "--timeout", "0.3")
-    assert (code, out) == (1, " 2")
+    assert (code, out) == (1, " 2\n")
     assert "in time" in err
     assert "longer --timeout" in err
 

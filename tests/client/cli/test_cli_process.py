@@ -38,6 +38,17 @@ def test_interrupt_cancels_the_call(endpoint, peer):
     assert peer.cancelled.wait(10)
 
 
+def test_an_error_is_not_glued_to_a_part_of_a_reply(endpoint, peer):
+    peer.script.hold = threading.Event()
+    result = subprocess.run(
+        command("generate", "a", "--timeout", "1"),
+        env=environment(endpoint), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+    )  # fmt: skip
+    text, error = result.stdout.splitlines()
+    assert text == " 2"
+    assert error.startswith("residuum: ")
+
+
 def test_a_closed_pipe_causes_no_error_output(endpoint, captured):
     script = " ".join(["exec", *map(_quoted, command("ls"))])
     result = subprocess.run(

@@ -199,9 +199,13 @@ def _generate_one(prompt: Prompt, arguments: dict[str, Any], options: argparse.N
             request_id, captures = stream.request_id, arguments["capture"] is not None
             rows = f" The rows so far: residuum pull {request_id} --allow-partial" if captures else ""
             show = _printer(stream, arguments, output)
-            with advice_if_cut_off(f"The request {request_id} was aborted.{rows}"):
-                for delta in stream:
-                    show(delta)
+            try:
+                with advice_if_cut_off(f"The request {request_id} was aborted.{rows}"):
+                    for delta in stream:
+                        show(delta)
+            except BaseException:
+                output.end_line()  # the error has its own line
+                raise
         _show_reply(stream.reply, arguments["probes"], output, is_shown=arguments.get("n", 1) == 1)
     return 0
 
