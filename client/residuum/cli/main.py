@@ -9,6 +9,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import residuum
@@ -53,8 +54,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ResiduumError, ImportError, OSError, TracingError, TypeError) as error:
-        output.error(str(error))
+        output.error(_in_words(error))
         return 1
+
+
+def _in_words(error: Exception) -> str:
+    """Return an error's message. The system's own about a file, such as "[Errno 2] ...", is put into words."""
+    if not isinstance(error, OSError) or error.filename is None or error.filename2 is not None:
+        return str(error)
+    if isinstance(error, FileNotFoundError):
+        folder = Path(error.filename).parent  # of a file to be written, perhaps
+        return f"{error.filename} does not exist." if folder.exists() else f"The folder {folder} does not exist."
+    if isinstance(error, IsADirectoryError):
+        return f"{error.filename} is a folder, not a file."
+    return f"{error.filename} cannot be used: {error.strerror}."
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -232,6 +232,22 @@ def test_nothing_listens(cli):
     assert cli("info", at="nonsense")[0] == 1
 
 
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--add", "nope.npy@1"), "nope.npy does not exist."),
+        (("--add", "none/nope.npy@1"), "The folder none does not exist."),
+        (("--json-schema", "folder"), "folder is a folder, not a file."),
+        (("--json-schema", "file/schema.json"), "file/schema.json cannot be used: Not a directory."),
+    ],
+)
+def test_files_that_cannot_be_read_are_named_in_words(cli, tmp_path, monkeypatch, flags, told):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    assert cli("generate", "a", *flags) == (1, "", f"residuum: {told}\n")
+
+
 def test_sizes():
     assert [size(count) for count in (0, 1023, 1536, 3 << 20, 5 << 30, 7 << 40)] == [
         "0 B", "1023 B", "1.5 KiB", "3.0 MiB", "5.0 GiB", "7.0 TiB",
