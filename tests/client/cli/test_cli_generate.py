@@ -316,7 +316,8 @@ def test_a_gate_is_chosen_on_the_command_line(cli, peer, tmp_path, monkeypatch):
     ("gate", "told"),
     [
         ("joy.npy", "the threshold is missing"),
-        ("joy.npy:high", "Use VECTOR:THRESHOLD"),
+        ("joy.npy:high", "'high' is not a number. Use VECTOR:THRESHOLD"),
+        ("joy.npy:1,bias=b", "'b' is not a number. Use VECTOR:THRESHOLD"),
         ("joy.npy:1,above", "'above' is not an option of a gate"),
         ("joy.npy:1,sharpness", "'sharpness' is not an option of a gate"),
         ("joy.npy:1,sharpness=0", "sharpness must be above 0"),
@@ -370,6 +371,21 @@ def test_invalid_steering_is_refused(cli, tmp_path, monkeypatch, steer):
     assert (code, out) == (1, "")
     assert err.startswith("residuum: ")
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("flag", "text", "told"),
+    [
+        ("--add", "joy.npy@1*x", "'x' is not a number. Use VECTOR@LAYERS*SCALE."),
+        ("--ablate", "joy.npy@1*", "'' is not a number. Use VECTOR@LAYERS*SCALE."),
+        ("--cap", "joy.npy@1:x:2", "'x' is not a number. Use VECTOR@LAYERS:MIN:MAX; either bound may be left empty."),
+        ("--replace", "joy.npy@1:", "'' is not a number. Use VECTOR@LAYERS:VALUE."),
+    ],
+)
+def test_what_is_no_number_is_refused_with_the_syntax(cli, tmp_path, monkeypatch, flag, text, told):
+    monkeypatch.chdir(tmp_path)
+    np.save("joy.npy", np.ones(HIDDEN))
+    assert cli("generate", "a", flag, text) == (1, "", f"residuum: {flag} {text}: {told}\n")
 
 
 def test_generate_stops_at_its_timeout(cli, peer):

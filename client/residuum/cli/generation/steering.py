@@ -122,25 +122,26 @@ def _scaled(kind: type[residuum.Add | residuum.Ablate], text: str, where: dict[s
     place, star, scale = text.rpartition("*")
     vector = _placed(place if star else text)
     try:
-        return kind(**vector, **where, scale=float(scale) if star else 1.0)
+        return kind(**vector, **where, scale=_number(scale, "Use VECTOR@LAYERS*SCALE.") if star else 1.0)
     except ValueError as error:
         raise residuum.InvalidRequest(f"--{kind.__name__.lower()} {text}: {error}") from None
 
 
 def _bounds(text: str, where: dict[str, Any]) -> residuum.Cap:
-    advice = f"--cap {text}: use VECTOR@LAYERS:MIN:MAX; either bound may be left empty."
-    vector, bounds = _with_numbers(text, 2, advice)
+    advice = "Use VECTOR@LAYERS:MIN:MAX; either bound may be left empty."
+    vector, bounds = _with_numbers(text, 2, f"--cap {text}: {advice}")
     try:
-        low, high = (float(bound) if bound else None for bound in bounds)
+        low, high = (_number(bound, advice) if bound else None for bound in bounds)
         return residuum.Cap(**vector, **where, min=low, max=high)
     except ValueError as error:
         raise residuum.InvalidRequest(f"--cap {text}: {error}") from None
 
 
 def _replacement(text: str, where: dict[str, Any]) -> residuum.Replace:
-    vector, (value,) = _with_numbers(text, 1, f"--replace {text}: use VECTOR@LAYERS:VALUE.")
+    advice = "Use VECTOR@LAYERS:VALUE."
+    vector, (value,) = _with_numbers(text, 1, f"--replace {text}: {advice}")
     try:
-        return residuum.Replace(**vector, **where, value=float(value))
+        return residuum.Replace(**vector, **where, value=_number(value, advice))
     except ValueError as error:
         raise residuum.InvalidRequest(f"--replace {text}: {error}") from None
 
@@ -183,30 +184,39 @@ def _gate(text: str) -> residuum.Gate:
         raise residuum.InvalidRequest(f"--gate {text}: the {missing} is missing. Use VECTOR:THRESHOLD.")
     try:
         fields = _gate_fields(*numbers.split(","))
-    except ValueError as error:
-        raise residuum.InvalidRequest(
-            f"--gate {text}: {error}. Use VECTOR:THRESHOLD, and after it below, {', '.join(MEASURES)}, bias=B or "
-            "sharpness=S, each after a comma."
-        ) from None
-    try:
         return residuum.Gate(_gate_vector(source), **fields)
     except ValueError as error:
         raise residuum.InvalidRequest(f"--gate {text}: {error}") from None
 
 
 def _gate_fields(threshold: str, *options: str) -> dict[str, Any]:
-    fields: dict[str, Any] = {"threshold": float(threshold)}
+    advice = (
+        f"Use VECTOR:THRESHOLD, and after it below, {', '.join(MEASURES)}, bias=B or sharpness=S, each after a comma."
+    )
+    fields: dict[str, Any] = {"threshold": _number(threshold, advice)}
     for option in options:
         name, equals, value = option.partition("=")
         if equals and name in {"bias", "sharpness"}:
-            fields[name] = float(value)
+            fields[name] = _number(value, advice)
         elif option == "below":
             fields["below"] = True
         elif option in MEASURES:
             fields["measure"] = option
         else:
-            raise ValueError(f"{option!r} is not an option of a gate")
+            raise ValueError(f"{option!r} is not an option of a gate. {advice}")
     return fields
+
+
+def _number(text: str, advice: str) -> float:
+    """Return the number that a text is.
+
+    Raises:
+        ValueError: It is none. The message ends with the advice.
+    """
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a number. {advice}") from None
 
 
 def _gate_vector(source: str) -> residuum.Vector | residuum.Directions:
