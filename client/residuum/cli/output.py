@@ -21,6 +21,7 @@ _COMMAND_LINE_ADVICE = {
     "set if_exists": "pass --if-exists",
     "Wait for it, or follow() it": "Wait for it",
     "Client(..., store='host:port')": "--store HOST:PORT",
+    "with store=": "with --store",
     "TLS(..., server_name='NAME')": "--tls-server-name NAME",
     "TLS(..., cert='client.pem', key='client.key')": "--client-cert and --client-key",
     "tls=TLS(ca='ca.pem')": "--tls-ca FILE",
@@ -68,8 +69,8 @@ class Output:
     def __init__(self, *, as_json: bool) -> None:
         self.as_json = as_json
         self.is_terminal = sys.stdout.isatty() and not as_json
-
         self._line_is_open = False
+
     def rows(self, columns: Sequence[str], rows: Iterable[Mapping[str, Any]], *, optional: Sequence[str] = ()) -> int:
         """Print rows as a table, as tab-separated lines, or as one JSON object per line.
 
@@ -109,35 +110,39 @@ class Output:
         """Print a line for a person; with --json nothing is printed."""
         if not self.as_json:
             print(line, flush=True)
-
             self._line_is_open = False
+
     def write(self, part: str) -> None:
         """Print part of a line immediately; with --json nothing is printed."""
         if part and not self.as_json:
             print(part, end="", flush=True)
-
             self._line_is_open = not part.endswith("\n")
 
     def end_line(self) -> None:
         """End the line of which `write` printed a part, if it is not at its end."""
         if self._line_is_open:
             self.say("")
+
     def json(self, value: object) -> None:
         """Print one JSON object on a line."""
         print(json.dumps(value, default=_plain, ensure_ascii=False), flush=True)
 
     def error(self, message: str) -> None:
         """Print one line on stderr, with Python advice translated to flags."""
-        for python, ours in _COMMAND_LINE_ADVICE.items():
-            message = message.replace(python, ours)
-        message = re.sub(r"separator=(?:'(\w+)'|(\d+)) needs", r"--separator \1\2 needs", message)
-        message = re.sub(r"Client\(store='([^']+)'\)", r"--store \1", message)
-        print(f"residuum: {' '.join(message.split())}", file=sys.stderr, flush=True)
+        print(f"residuum: {' '.join(with_flags(message).split())}", file=sys.stderr, flush=True)
 
     def note(self, message: str) -> None:
         """Print one line for a person on stderr, so that it does not mix with the output; nothing with --json."""
         if not self.as_json:
             print(message, file=sys.stderr, flush=True)
+
+
+def with_flags(message: str) -> str:
+    """Return an error message with Python advice translated to flags."""
+    for python, ours in _COMMAND_LINE_ADVICE.items():
+        message = message.replace(python, ours)
+    message = re.sub(r"separator=(?:'(\w+)'|(\d+)) needs", r"--separator \1\2 needs", message)
+    return re.sub(r"Client\(store='([^']+)'\)", r"--store \1", message)
 
 
 _GAP = 2

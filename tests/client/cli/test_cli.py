@@ -232,6 +232,10 @@ def test_nothing_listens(cli):
     assert cli("info", at="nonsense")[0] == 1
 
 
+def test_an_empty_endpoint_is_refused_with_a_flag(cli):
+    assert cli("ls", at="")[2].endswith("or only a store, with --store.\n")
+
+
 @pytest.mark.parametrize(
     ("flags", "told"),
     [

@@ -70,6 +70,14 @@ def test_doctor_names_unreachable_services(cli, peer):
     assert "FAIL  store: The inference service" in cli("doctor")[1]
 
 
+def test_doctor_recognises_a_store_in_place_of_the_inference_service(cli, store):
+    code, out, _ = cli("doctor", at=store.endpoint)
+    assert code == 1
+    assert "FAIL  inference service: This is a store, not an inference service" in out
+    assert f"name it: --store {store.endpoint}." in out
+    assert "health" not in out
+
+
 def test_doctor_reports_a_loading_service(cli, peer, running_peer):
     running_peer.health.set("", 2)
     peer.script.failures = [Failure(Reason.ERROR_REASON_NOT_SERVING, "Loading.")] * 99

@@ -6,6 +6,7 @@ A problem that does not prevent anything yet is a warning. Warnings do not make 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import socket
 import time
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 
 import residuum
 from residuum.cli.connection import open_client
-from residuum.cli.output import Output, size
+from residuum.cli.output import Output, size, with_flags
 from residuum.rpc.credentials import Credentials, is_loopback
 from residuum.transport.connection_settings import describe
 
@@ -58,6 +59,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
 
 
 def _show(finding: Finding, output: Output) -> None:
+    finding = dataclasses.replace(finding, detail=with_flags(finding.detail))
     if output.as_json:
         output.json(vars(finding))
     else:
@@ -73,14 +75,18 @@ def examine(client: residuum.Client, *, named_store: bool) -> Iterator[Finding]:
             yield from _examine_stores(client)
         return
     yield from _credentials(client)
-    yield _health("inference service", client.health().inference)
+    health = _health("inference service", client.health().inference)
     info = None
     started = time.time()
     try:
         info = client.info(check_store=True)
+    except residuum.InvalidRequest as error:  # a store answers there: its health is not that of an inference service
+        yield Finding("inference service", ok=False, detail=str(error))
     except residuum.ResiduumError as error:
+        yield health
         yield Finding("model", ok=False, detail=str(error))
     else:
+        yield health
         yield from _examine_info(info, started)
     if info is not None or named_store:  # otherwise the store's address is unknown
         yield from _examine_stores(client)
