@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import grpc
 import grpc.aio
 
@@ -90,7 +92,8 @@ def from_generation_error(
     """Return the exception for a failed generation. `builder` has the events that arrived."""
     failure = from_rpc_error(error, endpoint, has_answered=has_answered, **_facts(builder))
     if builder.is_started and isinstance(failure, exc.Unreachable):
-        lost = exc.Unreachable(_LOST_REPLY.format(endpoint=endpoint, details=error.details()), endpoint=endpoint)
+        details = _cause(error.details() or "")
+        lost = exc.Unreachable(_LOST_REPLY.format(endpoint=endpoint, details=details), endpoint=endpoint)
         lost.metadata = failure.metadata
         return lost
     if isinstance(failure, exc.RequestAborted) and not failure.reason:
@@ -141,7 +144,20 @@ def _unreachable(details: str, endpoint: str, unreachable: str) -> exc.Unreachab
             cause = details.rpartition("CERTIFICATE_VERIFY_FAILED: ")[2]
             return exc.Unreachable(message.format(endpoint=endpoint, cause=cause), endpoint=endpoint, is_refusal=True)
     hint = _CLOSED if any(words in details for words in _CLOSED_WORDS) else ""
-    return exc.Unreachable(unreachable.format(endpoint=endpoint, details=details, hint=hint), endpoint=endpoint)
+    return exc.Unreachable(unreachable.format(endpoint=endpoint, details=_cause(details), hint=hint), endpoint=endpoint)
+
+
+_CAUSE = re.compile(
+    r"failed to connect to all addresses; last error: \w+: \S+: (?:Failed to connect to remote host: )?(?P<host>.+)"
+    r"|errors resolving \S+: \[field:hostname lookup error:address lookup failed for \S+: (?P<name>.+)\]"
+)
+"""gRPC's texts about a host that does not accept a connection, and about a name without address."""
+
+
+def _cause(details: str) -> str:
+    """Return gRPC's text about a failed connection with the cause alone, such as "Connection refused"."""
+    match = _CAUSE.fullmatch(details)
+    return (match["host"] or match["name"]) if match else details
 
 
 def _from_code(code: grpc.StatusCode, details: str, endpoint: str, unreachable: str) -> exc.ResiduumError:

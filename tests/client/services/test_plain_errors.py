@@ -85,6 +85,24 @@ async def test_a_call_that_ends_while_it_is_sent_fails_with_words_that_help():
         await server.stop(0)
 
 
+_NO_ADDRESS = "failed to connect to all addresses; last error: UNKNOWN: "
+_NO_NAME = "errors resolving gpu:9: [field:hostname lookup error:"
+
+
+@pytest.mark.parametrize(
+    ("details", "told"),
+    [
+        (f"{_NO_ADDRESS}ipv6:%5B::1%5D:9: Failed to connect to remote host: Connection refused", "Connection refused"),
+        (f"{_NO_ADDRESS}ipv4:127.0.0.1:9: tcp handshaker shutdown", "tcp handshaker shutdown"),
+        (f"{_NO_NAME}address lookup failed for gpu:9: Domain name not found]", "Domain name not found"),
+        ("the proxy [a:1] drains", "the proxy [a:1] drains"),
+    ],
+)
+def test_only_the_cause_of_a_failed_connection_is_told(details, told):
+    error = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
+    assert f" ({told}). " in str(from_rpc_error(error, "gpu:9"))
+
+
 def test_a_lost_answer_is_called_that():
     error = grpc.aio.AioRpcError(
         grpc.StatusCode.INTERNAL, grpc.aio.Metadata(), grpc.aio.Metadata(), "Internal error from Core"
