@@ -18,12 +18,13 @@ import numpy as np
 import residuum
 from residuum.cli.connection import advice_if_cut_off, open_captures, open_client, plain_warnings, silent_stores
 from residuum.cli.labels import add_where, labels_text
-from residuum.cli.output import Output, age, size
+from residuum.cli.output import Output, age
 from residuum.cli.parser import positive_count
 from residuum.exports.formats import FORMATS
 from residuum.exports.target import is_export
 from residuum.protocol.captures.deleting import DELETIONS_AT_ONCE
 from residuum.protocol.requests import check_capture_id
+from residuum.transport.progress import size
 
 _STATES = ("open", "complete", "incomplete", "aborted")
 _HOW_TO_CONTINUE = (

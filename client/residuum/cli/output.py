@@ -195,16 +195,6 @@ def text(value: object) -> str:
     return "" if value is None else str(value)
 
 
-def size(count: int) -> str:
-    """Return a number of bytes as readable text, such as "2.5 MiB"."""
-    amount = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if amount < 1024:  # noqa: PLR2004 - the step between the units
-            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
-        amount /= 1024
-    return f"{amount:.1f} TiB"
-
-
 def age(span: datetime.timedelta) -> str:
     """Return a time span as readable text, such as "3 min"."""
     seconds = max(span.total_seconds(), 0)

@@ -24,6 +24,7 @@ from typing import Any
 from residuum.exceptions import InvalidRequest
 from residuum.extraction.shards import FORMAT, Shard, ShardInfo, kind_text, read_info, read_prompts
 from residuum.extraction.spec import ROWS, differences, digest_of
+from residuum.transport.progress import size
 
 JOB, INDEX, LOG = "job.json", "index.json", "log.jsonl"
 _PART = ".part"
@@ -346,7 +347,7 @@ def _sync(path: Path) -> None:
 
 def _with_room(error: OSError, folder: Path, needed: int) -> OSError:
     """Return the error of a failed write, with what to do."""
-    needs = f" The shard takes {needed / 1e6:.1f} MB." if needed else ""
+    needs = f" The shard takes {size(needed)}." if needed else ""
     found = OSError(
         f"The job cannot write to {folder}: {error.strerror or error}.{needs} Correct this, and run the same job "
         "again: it continues after the last shard."

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from residuum.transport.progress import shows_bars
+from residuum.transport.progress import shows_bars, size
 
 _SECONDS = 10.0
 """The time between two plain lines."""
@@ -93,8 +93,3 @@ def line_of(totals: Totals, total: int, done_before: int, seconds: float) -> str
         f"{done} of {total} prompts{failed}, {speed:.1f} prompts/s, {totals.tokens / max(seconds, 1e-9):.0f} tokens/s, "
         f"{size(totals.bytes)}, {left}"
     )
-
-
-def size(count: float) -> str:
-    """Return a number of bytes for people, in MB (10⁶ bytes) or GB (10⁹ bytes)."""
-    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"  # noqa: PLR2004 - a GB

@@ -1,4 +1,4 @@
-"""Progress bars on a terminal or in a notebook. rich is imported for the first bar."""
+"""Progress bars on a terminal or in a notebook, and sizes for people. rich is imported for the first bar."""
 
 from __future__ import annotations
 
@@ -31,6 +31,15 @@ def progress_bar(label: str, total: int | None, *, enabled: bool = True, of_byte
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(label, total=total)
         yield lambda done: bar.advance(task, done)
+
+
+def size(count: float) -> str:
+    """Return a number of bytes as readable text, such as "2.5 MiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:  # noqa: PLR2004 - the step between the units
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
 
 
 def shows_bars() -> bool:

@@ -13,7 +13,7 @@ import pytest
 import residuum
 from residuum.cli import main
 from residuum.cli.main import make_parser as parser
-from residuum.cli.output import size
+from residuum.transport.progress import size
 from tests.client.support.peer import HIDDEN, LAYERS
 
 

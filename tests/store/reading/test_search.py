@@ -296,7 +296,7 @@ def test_large_values_are_scored_in_float64(client):
 
 
 def test_a_row_without_a_score_in_float32_hides_no_better_rows(client):
-    """The second row is too short for float32. Only the first two are kept when the last row comes, in the third block."""
+    """The second row is too short for float32. The last row, in the third block, is compared with the first two."""
     rows = np.zeros((441, 600))  # 218 rows fill a block
     rows[:, :2] = -1, 1
     rows[0, :2], rows[1, :2], rows[-1, :2] = (1, 0), (1e-17, 1e-16), (1, 1)

@@ -15,12 +15,13 @@ import residuum
 from residuum.cli.connection import CALL_SECONDS, credentials_of, plain_warnings
 from residuum.cli.generation import extract_ray, sampling, steering
 from residuum.cli.generation.generate import add_capture, capture_of
-from residuum.cli.output import Output, age, size
+from residuum.cli.output import Output, age, with_flags
 from residuum.cli.parser import DEFAULT_ENDPOINT, Parser, positive_count
 from residuum.extraction.estimate import Estimate, estimate
 from residuum.extraction.job import job_of, run_in_thread
 from residuum.extraction.results.exporting import FORMATS, check_export
 from residuum.extraction.spec import DEFAULT_SHARD_BYTES
+from residuum.transport.progress import size
 
 EXAMPLES = """\
 INPUT --output FOLDER
@@ -258,7 +259,7 @@ def _show(rows: residuum.Extracted, output: Output) -> None:
     output.say(f"{rows.folder}: {summary}")
     for line in rows.failures[:5]:
         name = f"prompt {line['index']} failed" if "index" in line else f"document {line['input_row']} was left out"
-        output.note(f"{name}: {line['failed']['message']}")
+        output.note(f"{name}: {with_flags(line['failed']['message'])}")
     if len(rows.failures) > 5:  # noqa: PLR2004 - the rest is in the files
         output.note(f"{len(rows.failures)} failed in all; the prompts-*.jsonl files have the reasons")
 

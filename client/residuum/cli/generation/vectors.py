@@ -11,8 +11,9 @@ import residuum
 from residuum.cli.connection import advice_if_cut_off, open_client
 from residuum.cli.generation.generate import prompts_of
 from residuum.cli.generation.steering import POSITIONS_HELP, load_all
-from residuum.cli.output import Output, size
+from residuum.cli.output import Output
 from residuum.protocol.requests import Prompt
+from residuum.transport.progress import size
 
 DIRECTIONS_EXAMPLES = """\
 OUT --positive FILE --negative FILE

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 
 import residuum
 from residuum.cli.connection import open_client
-from residuum.cli.output import Output, size, with_flags
+from residuum.cli.output import Output, with_flags
 from residuum.rpc.credentials import Credentials, is_loopback
 from residuum.transport.connection_settings import describe
+from residuum.transport.progress import size
 
 _CONNECT_SECONDS = 5.0
 _MAX_SKEW_SECONDS = 2.0

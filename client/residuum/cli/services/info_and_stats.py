@@ -7,7 +7,8 @@ import dataclasses
 
 import residuum
 from residuum.cli.connection import open_client, silent_stores
-from residuum.cli.output import Output, size
+from residuum.cli.output import Output
+from residuum.transport.progress import size
 
 
 def info(options: argparse.Namespace, output: Output) -> int:

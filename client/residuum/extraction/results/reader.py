@@ -19,9 +19,9 @@ import numpy.typing as npt
 from residuum.exceptions import InvalidRequest
 from residuum.extraction.folder import JOB, shards_in
 from residuum.extraction.inputs.packing import documents_of
-from residuum.extraction.progress import size
 from residuum.extraction.shards import map_all, read_prompts
 from residuum.protocol.requests import short
+from residuum.transport.progress import size
 
 Array = npt.NDArray[Any]
 
