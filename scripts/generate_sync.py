@@ -53,7 +53,6 @@ NAMES = {
     "aclose": "close",
     "aclosing": "closing",
     "anext": "next",
-    "open_aio_channel": "open_channel",
 }
 """Names that unasync replaces in addition to its own list."""
 

@@ -6,13 +6,15 @@ import asyncio
 import contextlib
 import math
 import os
+import weakref
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import grpc.aio
 
 from residuum.exceptions import ResiduumError
+from residuum.rpc.channels import open_aio_channel
 from residuum.v1 import inference_pb2
 
 if TYPE_CHECKING:
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from residuum.exports.target import Workplace
     from residuum.extraction.inputs.prompts import Source
     from residuum.extraction.results.reader import Extracted
+    from residuum.rpc.credentials import Credentials
     from residuum.values.captures.activations import Activations
 
     Call = grpc.aio.UnaryStreamCall[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
@@ -36,6 +39,94 @@ _SAME_TURN_SECONDS = 0.0001
 """A task that comes this soon after another one has worked is taken to come in the same turn."""
 
 sleep = asyncio.sleep
+
+
+def open_channel(endpoint: str, *, credentials: Credentials) -> grpc.aio.Channel:
+    """Open a channel that stops its calls when it is closed."""
+    return cast("grpc.aio.Channel", _Channel(open_aio_channel(endpoint, credentials=credentials)))
+
+
+class _Channel:
+    """A channel that knows its running calls, because grpc.aio's own `close` finds only some of them.
+
+    Who waits for a call that `close` stops gets an error, as from a synchronous channel. grpc.aio would raise
+    CancelledError, as if the task had been cancelled.
+    """
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._channel = channel
+        self._calls: weakref.WeakSet[grpc.aio.Call] = weakref.WeakSet()
+        self._closed = False
+
+    def unary_unary(self, *arguments: Any, **options: Any) -> Callable[..., Awaitable[Any]]:
+        return self._answered(self._channel.unary_unary(*arguments, **options))
+
+    def stream_unary(self, *arguments: Any, **options: Any) -> Callable[..., Awaitable[Any]]:
+        return self._answered(self._channel.stream_unary(*arguments, **options))
+
+    def unary_stream(self, *arguments: Any, **options: Any) -> Callable[..., _StreamCall]:
+        method: Callable[..., Any] = self._channel.unary_stream(*arguments, **options)
+        return lambda *request, **settings: _StreamCall(self, self._noted(method(*request, **settings)))
+
+    def stream_stream(self, *arguments: Any, **options: Any) -> Any:
+        """Needed to make stubs. Clients make no such call."""
+        return self._channel.stream_stream(*arguments, **options)
+
+    async def close(self) -> None:
+        self._closed = True
+        for call in list(self._calls):
+            call.cancel()
+        await self._channel.close()
+
+    async def wait(self, answer: Awaitable[_Result]) -> _Result:
+        """Wait for something that a call gives.
+
+        Raises:
+            grpc.RpcError: The call failed, or `close` stopped it.
+        """
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            if not self._closed or is_cancelled():
+                raise
+            nothing = grpc.aio.Metadata()
+            raise grpc.aio.AioRpcError(grpc.StatusCode.CANCELLED, nothing, nothing, "Channel closed!") from None
+
+    def _answered(self, method: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
+        async def answer(*request: Any, **settings: Any) -> Any:
+            return await self.wait(self._noted(method(*request, **settings)))
+
+        return answer
+
+    def _noted(self, call: Any) -> Any:
+        self._calls.add(call)
+        return call
+
+
+class _StreamCall:
+    """The answers of a call, one by one."""
+
+    def __init__(self, channel: _Channel, call: Any) -> None:
+        self._channel = channel
+        self._call = call
+
+    def cancel(self) -> bool:
+        return bool(self._call.cancel())
+
+    async def read(self) -> Any:
+        return await self._channel.wait(self._call.read())
+
+    def __aiter__(self) -> _StreamCall:
+        return self
+
+    async def __anext__(self) -> Any:
+        return await self._channel.wait(self._call.__aiter__().__anext__())
+
+
+def is_cancelled() -> bool:
+    """Tell whether the running task was cancelled. Python 3.10 does not know it, so there this is false."""
+    cancelling = getattr(asyncio.current_task(), "cancelling", None)
+    return cancelling is not None and cancelling() > 0
 
 
 class Turns:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from residuum.exceptions import ResiduumError
+from residuum.rpc import channels
 from residuum.v1 import inference_pb2
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
+open_channel = channels.open_channel
 sleep = time.sleep
 Turns = nullcontext
 """Threads need no turns: each sends its request when it has built the message."""

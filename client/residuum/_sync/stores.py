@@ -18,7 +18,6 @@ from residuum.protocol.captures.stores import READ_STORE_ALONE, Search, StoreDir
 from residuum.protocol.captures.tenants import check_tenant, for_tenant
 from residuum.protocol.deadlines import Deadline, get_request
 from residuum.protocol.endpoints import check_endpoint
-from residuum.rpc.channels import open_channel
 from residuum.rpc.credentials import TLS
 from residuum.transport.connection_settings import Token, check_channel, opener, resolve_credentials
 from residuum.transport.connections import (
@@ -70,7 +69,7 @@ class StoreClient:
         """The credentials for the inference service and the stores."""
         if self.endpoint:
             check_channel(self.credentials, self.endpoint)
-        self._channels: Channels[grpc.Channel] = Channels(opener(open_channel, self.credentials))
+        self._channels: Channels[grpc.Channel] = Channels(opener(io.open_channel, self.credentials))
         self._memories = SharedMemories(wanted=shared_memory)
 
     def info(self, *, check_store: bool = False) -> ModelInfo:

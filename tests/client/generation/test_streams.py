@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 import threading
 from functools import partial
 
@@ -154,6 +155,61 @@ async def test_dropping_a_stream_stops_the_request_async(endpoint, peer, how):
                 del stream
                 gc.collect()
         assert await asyncio.to_thread(peer.cancelled.wait, 10)
+
+
+async def stream_many(client):
+    return [reply async for reply in client.generate_as_completed([[1]], max_tokens=100, progress=False)]
+
+
+@pytest.mark.parametrize("token", ["", "a-token"])  # with a token, gRPC makes calls of another type
+@pytest.mark.parametrize(
+    "start",
+    [
+        pytest.param(lambda client: client.generate("a", max_tokens=100), id="generate"),
+        pytest.param(stream_many, id="generate_as_completed"),
+    ],
+)
+async def test_closing_the_client_stops_requests(endpoint, peer, start, token):
+    peer.script.hold = threading.Event()
+    client = residuum.AsyncClient(endpoint, token=token)
+    task = asyncio.ensure_future(start(client))
+    assert await asyncio.to_thread(peer.generating.wait, 10)
+    await client.close()
+    with pytest.raises((residuum.RequestAborted, residuum.BatchFailed), match="closed before its end"):
+        await asyncio.wait_for(task, 10)
+    assert await asyncio.to_thread(peer.cancelled.wait, 10)
+
+
+@pytest.mark.parametrize("token", ["", "a-token"])
+@pytest.mark.parametrize(
+    "start",
+    [
+        pytest.param(lambda client, name: client.activations(name), id="a read"),
+        pytest.param(lambda client, name: client.manifest(name, wait=True), id="a call"),
+    ],
+)
+async def test_closing_the_client_stops_what_waits_for_a_capture(endpoint, peer, start, token):
+    peer.script.hold = threading.Event()
+    capture = residuum.Capture(layers=[0])
+    async with residuum.AsyncClient(endpoint) as other, other.stream("a", max_tokens=9, capture=capture) as stream:
+        client = residuum.AsyncClient(endpoint, token=token)
+        task = asyncio.ensure_future(start(client, stream.request_id))
+        assert await asyncio.wait([task], timeout=0.5) == (set(), {task})
+        await client.close()
+        with pytest.raises((residuum.RequestAborted, residuum.ClientClosed), match="closed"):
+            await asyncio.wait_for(task, 10)
+
+
+async def test_a_task_cancelled_before_its_client_is_closed_stays_cancelled(endpoint, peer):
+    peer.script.hold = threading.Event()
+    client = residuum.AsyncClient(endpoint)
+    task = asyncio.ensure_future(client.generate("a", max_tokens=100))
+    assert await asyncio.to_thread(peer.generating.wait, 10)
+    task.cancel()
+    await client.close()
+    if sys.version_info >= (3, 11):  # Python 3.10 does not know whether a task was cancelled
+        with pytest.raises(asyncio.CancelledError):
+            await task
 
 
 def test_reading_a_closed_stream_raises(endpoint, peer):
