@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 
 from residuum._async.streams import AsyncStream
-from residuum.exceptions import ResiduumError, unfinished
+from residuum.exceptions import RequestAborted, ResiduumError, unfinished
 from residuum.rpc import tracing
 from residuum.transport.batches import BatchResults, Outage, check_concurrency
 from residuum.transport.progress import progress_bar
@@ -64,6 +64,7 @@ async def _run(
     room = asyncio.Semaphore(check_concurrency(max_concurrency))
     ended: asyncio.Queue[int | Exception] = asyncio.Queue()
     batch = _Batch(start, outage)
+    is_over = False
 
     async def run_one(index: int) -> None:
         try:
@@ -71,6 +72,10 @@ async def _run(
                 results.add(index, await batch.reply(index))
         except ResiduumError as error:
             results.add(index, error)
+        except asyncio.CancelledError:
+            if is_over:
+                raise
+            results.add(index, RequestAborted("Something other than this batch cancelled the request."))
         except Exception as error:  # noqa: BLE001 - an error in the arguments, which the caller must see
             ended.put_nowait(error)
         ended.put_nowait(index)
@@ -87,6 +92,7 @@ async def _run(
                 advance(1)
                 yield item
     finally:  # stop the running generations if this generator is closed or cancelled, or raises
+        is_over = True
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import residuum
+from residuum._async import io
 from residuum.transport.batches import BatchResults
 from residuum.v1 import capture_pb2
 from tests.client.support.peer import HIDDEN
@@ -199,6 +200,22 @@ async def test_a_cancelled_batch_keeps_finished_replies_async(endpoint, peer, mo
     assert batch.cancelled()
     assert [reply and reply.token_ids for reply in caught.value.replies] == [None, (3, 4), (4, 5)]
     assert caught.value.errors == {}
+
+
+async def test_a_prompt_that_something_else_cancels_fails_alone(endpoint, peer, monkeypatch):
+    read, cancelled = io.read_event, iter([True])
+
+    async def read_event(call):
+        if next(cancelled, False):
+            raise asyncio.CancelledError
+        return await read(call)
+
+    monkeypatch.setattr(io, "read_event", read_event)
+    async with residuum.AsyncClient(endpoint) as client:
+        with pytest.raises(residuum.BatchFailed) as caught:
+            await asyncio.wait_for(client.generate_many([[1], [2]], max_tokens=1, max_concurrency=1), 10)
+    assert [reply and reply.token_ids for reply in caught.value.replies] == [None, (3,)]
+    assert type(caught.value.errors[0]) is residuum.RequestAborted
 
 
 def test_many_threads_share_a_client(endpoint, peer):
