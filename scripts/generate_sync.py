@@ -78,7 +78,10 @@ SENTENCES = {
     "Use a client within one event loop.": "Threads may share a client. Create it after any fork.",
     "use it in an async with-block": "use it in a with-block",
     "Cancelling the task stops the request.": "An interrupt stops the request.",
-    "BatchCancelled: The task was cancelled. It holds": "BatchInterrupted: Ctrl-C interrupted the call. It holds",
+    "asyncio.CancelledError: The task was cancelled. Its `__cause__`, a BatchCancelled, holds the replies of the\n"
+    "                prompts that were done.": (
+        "BatchInterrupted: Ctrl-C interrupted the call. It holds the replies of the prompts that were done."
+    ),
     "Return a stream of the tokens of a generation.": "Start a generation and return a stream of its tokens.",
     "The arguments are checked, and the request starts, when the stream is entered or first read. From then on its ID\n"
     "        is known and its capture can be followed.": (

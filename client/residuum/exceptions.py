@@ -52,7 +52,7 @@
     └── ServerFault                     a bug of the server, or an answer that breaks the contract
 
     BatchInterrupted (KeyboardInterrupt)        Ctrl-C in generate_many; .replies, .errors
-    BatchCancelled (asyncio.CancelledError)     the same, if its task is cancelled
+    BatchCancelled                              the cause of the CancelledError, if its task is cancelled
 
     EmptyCaptureWarning (UserWarning)   a result without rows: no error, but probably unintended
     OutageWarning (UserWarning)         a batch waits for a service, or one of `residuum.serve` has ended

@@ -14,10 +14,11 @@ from residuum.transport.progress import progress_bar
 from residuum.values.replies.generation import Reply
 
 
-class BatchCancelled(asyncio.CancelledError):
+class BatchCancelled(Exception):  # noqa: N818 - it is no error
     """The task of `AsyncClient.generate_many` was cancelled. It has stopped the prompts that were running.
 
-    It is an asyncio.CancelledError, not a ResiduumError.
+    It is never raised. It is the `__cause__` of the asyncio.CancelledError that `generate_many` raises. With
+    asyncio.timeout, that one is in turn the `__cause__` of the TimeoutError.
 
     Attributes:
         replies: One entry for each prompt, in order; None for a prompt that failed or had not ended.
@@ -40,8 +41,8 @@ async def run_batch(
         async with aclosing(_run(start, results, outage, max_concurrency=max_concurrency, progress=progress)) as ends:
             async for _ in ends:
                 pass
-    except asyncio.CancelledError:
-        raise BatchCancelled(results.replies, results.errors, can_skip=results.can_skip) from None
+    except asyncio.CancelledError as cancelled:  # asyncio.timeout and TaskGroup do not expect a subclass of it
+        raise cancelled from BatchCancelled(results.replies, results.errors, can_skip=results.can_skip)
     return results.all_replies()
 
 

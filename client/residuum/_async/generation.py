@@ -219,7 +219,8 @@ class AsyncGenerationClient(AsyncUploadClient):
 
         Raises:
             BatchFailed: Some prompts failed. It is raised after all other prompts have ended, and holds their replies.
-            BatchCancelled: The task was cancelled. It holds the replies of the prompts that were done.
+            asyncio.CancelledError: The task was cancelled. Its `__cause__`, a BatchCancelled, holds the replies of the
+                prompts that were done.
             InvalidRequest: The items of `capture`, `steer` or `request_ids` are not one for each prompt, two IDs are
                 the same, or an argument that all prompts share is invalid, such as a layer of `capture`.
             TypeError: `prompts` is a single prompt, or an argument belongs to a single request, such as request_id.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import itertools
+import sys
 import threading
 import uuid
 
@@ -194,12 +195,46 @@ async def test_a_cancelled_batch_keeps_finished_replies_async(endpoint, peer, mo
         for _ in range(2):
             await asyncio.wait_for(arrived.acquire(), 30)
         batch.cancel()
-        with pytest.raises(residuum.BatchCancelled) as caught:
+        with pytest.raises(asyncio.CancelledError) as caught:
             await batch
         hold.set()
     assert batch.cancelled()
-    assert [reply and reply.token_ids for reply in caught.value.replies] == [None, (3, 4), (4, 5)]
-    assert caught.value.errors == {}
+    stopped = caught.value.__cause__
+    assert isinstance(stopped, residuum.BatchCancelled)
+    assert [reply and reply.token_ids for reply in stopped.replies] == [None, (3, 4), (4, 5)]
+    assert stopped.errors == {}
+    assert "2 of 3 prompts were done" in str(stopped)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has neither")
+class TestAsyncioEndsABatch:
+    @pytest.fixture
+    async def batch(self, endpoint, peer):
+        peer.script.hold = threading.Event()
+        async with residuum.AsyncClient(endpoint) as client:
+            yield client.generate_many([[1], [2]], max_tokens=50, progress=False)
+
+    async def test_in_its_timeout(self, batch):
+        async def in_time():
+            async with asyncio.timeout(0.1):
+                await batch
+
+        with pytest.raises(TimeoutError) as caught:
+            await in_time()
+        assert isinstance(caught.value.__cause__.__cause__, residuum.BatchCancelled)
+
+    async def test_in_a_task_group_that_failed(self, batch):
+        async def fail():
+            raise ValueError("too bad")
+
+        async def in_a_group():
+            async with asyncio.TaskGroup() as group:
+                group.create_task(fail())
+                await batch
+
+        with pytest.raises(Exception, match="unhandled errors in a TaskGroup") as caught:
+            await in_a_group()
+        assert [str(error) for error in caught.value.exceptions] == ["too bad"]
 
 
 async def test_a_prompt_that_something_else_cancels_fails_alone(endpoint, peer, monkeypatch):
