@@ -157,6 +157,35 @@ async def test_dropping_a_stream_stops_the_request_async(endpoint, peer, how):
         assert await asyncio.to_thread(peer.cancelled.wait, 10)
 
 
+async def test_closing_a_stream_stops_a_request_that_is_being_accepted(endpoint, peer, monkeypatch):
+    arrived, ended = threading.Event(), threading.Event()
+
+    def never_accept(request, context):
+        context.add_callback(ended.set)
+        arrived.set()
+        ended.wait(30)
+        yield from ()
+
+    monkeypatch.setattr(peer, "_generate", never_accept)
+    async with residuum.AsyncClient(endpoint) as client:
+        stream = client.stream("a", max_tokens=100)
+        reader = asyncio.ensure_future(stream.__anext__())
+        assert await asyncio.to_thread(arrived.wait, 10)
+        await stream.aclose()
+        assert await asyncio.to_thread(ended.wait, 10)
+        with pytest.raises(residuum.RequestAborted, match="closed"):
+            await reader
+
+
+async def test_a_stream_that_was_closed_first_starts_no_request(endpoint, peer):
+    async with residuum.AsyncClient(endpoint) as client:
+        stream = client.stream("a", max_tokens=1)
+        await stream.aclose()
+        with pytest.raises(residuum.RequestAborted, match="closed"):
+            await stream.open()
+    assert peer.calls == []
+
+
 async def stream_many(client):
     return [reply async for reply in client.generate_as_completed([[1]], max_tokens=100, progress=False)]
 
