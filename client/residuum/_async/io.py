@@ -9,6 +9,7 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import grpc.aio
@@ -212,9 +213,27 @@ async def call_each(
             task.cancel()
 
 
-async def run_in_thread(function: Callable[..., _Result], *arguments: object) -> _Result:
-    """Return what a function returns that may wait for a moment."""
-    return await asyncio.to_thread(function, *arguments)
+async def run_in_thread(
+    function: Callable[..., _Result], *arguments: object, unwanted: Callable[[_Result], object]
+) -> _Result:
+    """Return what a function returns that may wait for a moment.
+
+    If the task is cancelled meanwhile, `unwanted` gets the result, in this thread or in the function's.
+    """
+    done: Future[_Result] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(function(*arguments))
+        except Exception as error:  # noqa: BLE001 - raised again below
+            done.set_exception(error)
+
+    try:
+        await asyncio.to_thread(run)
+    except asyncio.CancelledError:
+        done.add_done_callback(lambda _: None if done.exception() else unwanted(done.result()))
+        raise
+    return done.result()
 
 
 async def read_event(call: Call) -> inference_pb2.GenerateResponse | None:

@@ -149,7 +149,12 @@ class AsyncStoreClient:
                 # A store that is away may come back at any time; an older one does not know the call.
                 self._memories.failed(endpoint, str(failure), is_passing=isinstance(failure, exc.Unavailable))
                 return None
-        return await io.run_in_thread(self._memories.open, endpoint, description)
+        return await io.run_in_thread(self._memories.open, endpoint, description, unwanted=self._keep_memory)
+
+    def _keep_memory(self, memory: ReadMemory | None) -> None:
+        """Keep a memory that was opened for a read which has ended meanwhile."""
+        if memory is not None:
+            self._memories.give_back(memory, clean=True)
 
     @property
     def _inference(self) -> inference_pb2_grpc.InferenceServiceAsyncStub:

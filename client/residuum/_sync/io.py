@@ -97,7 +97,11 @@ def call_each(
             raise
 
 
-def run_in_thread(function: Callable[..., _Result], *arguments: object) -> _Result:
+def run_in_thread(
+    function: Callable[..., _Result],
+    *arguments: object,
+    unwanted: Callable[[_Result], object],  # noqa: ARG001 - for tasks that are cancelled
+) -> _Result:
     """Return what a function returns that may wait for a moment."""
     return function(*arguments)
 

@@ -124,6 +124,32 @@ class TestReads:
             (state,) = client._memories._stores.values()
             assert state.count == len(state.idle) <= 4
 
+    async def test_a_task_that_is_cancelled_while_a_memory_opens_loses_none(self, filled, monkeypatch):
+        opening, go_on, is_over = threading.Event(), threading.Event(), threading.Event()
+        real_open, give_back = shared_memory._open, shared_memory.SharedMemories.give_back
+
+        def slow(*arguments):
+            opening.set()
+            go_on.wait(30)
+            return real_open(*arguments)
+
+        def noted(*arguments, **options):
+            give_back(*arguments, **options)
+            is_over.set()
+
+        monkeypatch.setattr(shared_memory, "_open", slow)
+        monkeypatch.setattr(shared_memory.SharedMemories, "give_back", noted)
+        async with residuum.AsyncClient("127.0.0.1:1", store=filled.endpoint) as client:
+            task = asyncio.ensure_future(client.activations("a"))
+            assert await asyncio.to_thread(opening.wait, 30)
+            task.cancel()
+            await asyncio.wait([task])
+            go_on.set()
+            assert await asyncio.to_thread(is_over.wait, 10)
+            assert task.cancelled()
+            (state,) = client._memories._stores.values()
+            assert state.count == len(state.idle) == 1
+
     def test_reads_that_begin_at_the_same_time_open_no_more_memories_than_allowed(self, filled):
         with client_of(filled) as client:
             assert is_right(client.activations("a"))
