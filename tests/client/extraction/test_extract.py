@@ -570,6 +570,20 @@ async def test_a_lost_capture_is_computed_again(client, peer, prompts, tmp_path)
     assert len(ended) > 40
 
 
+async def test_a_damaged_capture_is_computed_again(client, prompts, tmp_path, monkeypatch):
+    read, refused = Runner._activations, []
+
+    async def damaged(runner, service, names):
+        if any(name.endswith("-000000003") for name in names):
+            refused.append(names)
+            raise residuum.DamagedCapture("its checksum is another one")
+        return await read(runner, service, names)
+
+    monkeypatch.setattr(Runner, "_activations", damaged)
+    check_rows(await client.extract(prompts, tmp_path / "out", capture=WHAT, progress=False), 40)
+    assert [len(names) for names in refused[-1:]] == [1]
+
+
 async def test_a_service_that_was_restarted_elsewhere_is_found_again(endpoint):
     """One is away at first, then starts, and then is at another address."""
     nowhere, asked = AsyncClient("127.0.0.1:1", timeout=30), []

@@ -11,7 +11,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from residuum.exceptions import ExtractStopped, IncompleteCapture, OutageWarning, ResiduumError, UnknownCapture
+from residuum.exceptions import (
+    DamagedCapture,
+    ExtractStopped,
+    IncompleteCapture,
+    OutageWarning,
+    ResiduumError,
+    UnknownCapture,
+)
 from residuum.extraction.inputs.packing import PackedItems
 from residuum.extraction.inputs.prompts import Items
 from residuum.extraction.progress import Report, Totals
@@ -192,7 +199,7 @@ class Runner:
         return results
 
     async def _read_captures(self, answered: Iterable[Answered]) -> dict[str, Activations]:
-        """Return the captures that the stores have, by name. They may be incomplete."""
+        """Return the captures that the stores have undamaged, by name. They may be incomplete."""
         by_service: dict[Service, list[str]] = {}
         for outcome in answered:
             by_service.setdefault(outcome.service, []).append(outcome.reply.request_id)
@@ -200,7 +207,7 @@ class Runner:
         for service, names in by_service.items():
             try:
                 captures = await self._activations(service, names)
-            except UnknownCapture:
+            except (UnknownCapture, DamagedCapture):
                 captures = [acts for name in names for acts in await self._activations_if_known(service, name)]
             except ResiduumError as failure:
                 if not goes_away(failure):
@@ -221,7 +228,7 @@ class Runner:
     async def _activations_if_known(self, service: Service, name: str) -> list[Activations]:
         try:
             return await self._activations(service, [name])
-        except UnknownCapture:
+        except (UnknownCapture, DamagedCapture):
             return []
 
     async def _read_again(self, outcome: Answered, acts: Activations | None) -> tuple[Outcome, Activations | None]:
@@ -234,7 +241,11 @@ class Runner:
                 return again, acts
         if acts is not None and acts.manifest.reason == "STORE_FULL":  # other prompts would lose their rows, too
             raise with_advice(not_complete(acts.manifest))
-        why = "it was deleted or has expired" if acts is None else f"{acts.manifest.reason}: {acts.manifest.detail}"
+        why = (
+            "it was deleted, has expired or is damaged"
+            if acts is None
+            else f"{acts.manifest.reason}: {acts.manifest.detail}"
+        )
         message = f"Its capture was not complete in {_LOST_ATTEMPTS} attempts ({why})."
         error = (
             ResiduumError(message, reason="INCOMPLETE") if acts is None else IncompleteCapture(message, acts.manifest)
