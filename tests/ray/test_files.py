@@ -83,7 +83,7 @@ def test_a_split_that_lacks_a_file_is_named(tmp_path, split):
         "--serve", "/no/model", "--keep", "label",
     )  # fmt: skip
     assert done.returncode == 1
-    assert "the split train has 2 files, but 1 are there" in " ".join(done.stderr.split())
+    assert "has 1 of 2 files" in " ".join(done.stderr.split())
 
 
 def test_a_prompt_that_fails_is_a_row_and_stop_ends_the_job(services, prompts, tmp_path):

@@ -14,7 +14,7 @@ from residuum.transport.progress import progress_bar
 from residuum.values.replies.generation import Reply
 
 
-class BatchCancelled(Exception):  # noqa: N818 - it is no error
+class BatchCancelled(Exception):  # noqa: N818 - it is not an error
     """The task of `AsyncClient.generate_many` was cancelled. It has stopped the prompts that were running.
 
     It is never raised. It is the `__cause__` of the asyncio.CancelledError that `generate_many` raises. With

@@ -50,7 +50,7 @@ def open_channel(endpoint: str, *, credentials: Credentials) -> grpc.aio.Channel
 class _Channel:
     """A channel that knows its running calls, because grpc.aio's own `close` finds only some of them.
 
-    Who waits for a call that `close` stops gets an error, as from a synchronous channel. grpc.aio would raise
+    When `close` stops a call, waiting for it raises an error, as with a synchronous channel. grpc.aio would raise
     CancelledError, as if the task had been cancelled.
     """
 

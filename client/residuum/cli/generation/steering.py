@@ -208,10 +208,10 @@ def _gate_fields(threshold: str, *options: str) -> dict[str, Any]:
 
 
 def _number(text: str, advice: str) -> float:
-    """Return the number that a text is.
+    """Return a text as a number.
 
     Raises:
-        ValueError: It is none. The message ends with the advice.
+        ValueError: It is not a number. The message ends with the advice.
     """
     try:
         return float(text)
