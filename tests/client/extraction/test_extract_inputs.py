@@ -127,7 +127,7 @@ def test_a_split_that_lacks_files_is_read_with_a_warning(tmp_path, names):
     data = tmp_path / "data"
     write_tables(data, **dict.fromkeys(names, 1))
     for source in (data, data / "train"):
-        with pytest.warns(UserWarning, match=rf"The split train in .* has {len(names)} of \d+ files"):
+        with pytest.warns(UserWarning, match=rf"the split train in .* has {len(names)} of \d+ files"):
             assert len(items(source)) == len(names)
 
 

@@ -64,8 +64,8 @@ def _check_version(files: list[Path]) -> None:
     total = int(shards[0]["total"]) if shards and shards[0] else len(files)  # without numbers, nothing tells how many
     if len(files) != total:
         warnings.warn(
-            f"The split {_split_of(files[0])} in {files[0].parent} has {len(files)} of {total} files, according to their "
-            "names. The job reads these. To read all, stop it and download the others.",
+            f"By their names, the split {_split_of(files[0])} in {files[0].parent} has {len(files)} of {total} files. "
+            "The job reads these. To read all, stop it and download the others.",
             stacklevel=2,
         )
 
