@@ -260,7 +260,8 @@ def _start(
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
         raise ServiceFailedError(
-            f"captures and logs cannot be kept in {folder}, because it is a file, or is inside one. Choose another."
+            f"captures and logs cannot be kept in {folder}, because it is a file, or is inside one. Choose another "
+            "folder."
         ) from None
     port_file = folder / f"{name}.port"
     port_file.unlink(missing_ok=True)

@@ -347,11 +347,14 @@ class BatchFailed(ResiduumError):
         self, replies: Sequence[Reply | None], errors: Mapping[int, ResiduumError], *, can_skip: bool = False
     ) -> None:
         index, first = next(iter(sorted(errors.items())))
-        again = " Correct them and run the same call again with if_exists='skip': it repeats only these prompts."
-        again = again if can_skip else ""
+        advice = (
+            " Correct them and run the same call again with if_exists='skip': it repeats only these prompts."
+            if can_skip
+            else ""
+        )
         super().__init__(
             f"{len(errors)} of {len(replies)} prompts failed. The first failed prompt is number {index}: {first} "
-            f"This exception has the other prompts' replies in .replies and all causes in .errors.{again}",
+            f"This exception has the other prompts' replies in .replies and all causes in .errors.{advice}",
             reason=first.reason,
             metadata=first.metadata,
         )
@@ -396,17 +399,13 @@ class BatchInterrupted(KeyboardInterrupt):
         self.errors = dict(errors)
 
 
-def rest(can_skip: bool) -> str:  # noqa: FBT001 - its only argument
-    """Return the advice on how to finish a batch; empty if its prompts have no IDs."""
-    return " Run the same call again with if_exists='skip' to finish the rest." if can_skip else ""
-
-
 def unfinished(replies: Sequence[Reply | None], *, can_skip: bool = False) -> str:
     """Return the message of an interrupted batch."""
     done = sum(reply is not None for reply in replies)
+    advice = " Run the same call again with if_exists='skip' to finish the rest." if can_skip else ""
     return (
         f"The batch was interrupted when {done} of {len(replies)} prompts were done. This exception has their replies "
-        f"in .replies.{rest(can_skip)}"
+        f"in .replies.{advice}"
     )
 
 

@@ -236,8 +236,7 @@ class Scan:
             hits = []
             for at in np.flatnonzero(finite):
                 key, sequence, position = block.origin(int(likely[at]))
-                # The rank in float32 of a row without one says nothing about other rows: they are all likely as long as
-                # this row is among the best.
+                # A row that has no rank in float32 excludes no other row: while it is among the best, all are likely.
                 rank = rough[likely[at]]
                 rough_rank = float(rank) if np.isfinite(rank) else -np.inf
                 hits.append(

@@ -26,7 +26,7 @@ class Workplace:
 
 
 def is_export(path: Path) -> bool:
-    """Return whether a path is a file, or a folder that an export has written. An export has its name once whole."""
+    """Return whether a path is a file, or an export in a folder. An unfinished export has another name."""
     return path.is_file() or (path / FOLDER_MARK).is_file()
 
 

@@ -62,8 +62,8 @@ class JobFolder:
             FileExistsError: The folder has other files.
         """
         job = self.path / JOB
-        self.shards = list(shards_in(self.path))
         if job.is_file():
+            self.shards = list(shards_in(self.path))
             before = _read_json(job)["spec"]
             if ROWS in document and ROWS not in before:  # an earlier version did not note the dtype, but files have it
                 before = {**before, ROWS: {**document[ROWS], **_dtype_of(self.shards)}}

@@ -73,7 +73,7 @@ def extract_files(
         choice: The further arguments of `extract`.
 
     Raises:
-        InvalidRequest: The kind of the input is unknown, a folder has several splits, a split lacks a file, the output
+        InvalidRequest: The kind of the input is unknown, a folder has several splits or two versions of one, the output
             has files, or one of them is a path and there are several nodes. The other errors are those of `extract`
             and `serve`.
     """
@@ -156,8 +156,7 @@ def _input(source: str) -> str | list[str]:
     """Return what Ray reads: a source itself, or the files of a split such as data/train.
 
     Raises:
-        InvalidRequest: The source is a folder on this machine with files of several splits, or a split that lacks a
-            file.
+        InvalidRequest: The source is a folder on this machine with files of several splits, or of two versions of one.
     """
     path = Path(source)
     if _is_url(source):

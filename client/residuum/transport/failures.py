@@ -151,7 +151,7 @@ _CAUSE = re.compile(
     r"failed to connect to all addresses; last error: \w+: \S+: (?:Failed to connect to remote host: )?(?P<host>.+)"
     r"|errors resolving \S+: \[field:hostname lookup error:address lookup failed for \S+: (?P<name>.+)\]"
 )
-"""gRPC's texts about a host that does not accept a connection, and about a name without address."""
+"""gRPC's texts about a host that does not accept a connection, and about a name without an address."""
 
 
 def _cause(details: str) -> str:

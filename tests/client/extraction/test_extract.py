@@ -397,6 +397,9 @@ async def test_a_job_in_which_all_prompts_fail_warns(client, tmp_path):
 async def test_folders_that_cannot_be_used(client, prompts, tmp_path):
     (tmp_path / "notes").write_text("mine")
     await stopped(client, prompts, tmp_path, "folder with other files", FileExistsError)
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "rows-00003.safetensors").touch()
+    await stopped(client, prompts, tmp_path / "weights", "folder with other files", FileExistsError)
     await stopped(client, prompts, tmp_path / "notes", "is a file", FileExistsError)
     await stopped(client, prompts, tmp_path / "notes" / "out", "cannot be created", OSError)
     with open_folder(tmp_path / "out"):

@@ -245,6 +245,10 @@ def test_failures_are_shown(cli, tmp_path):
     code, said, errors = cli("extract", source, *flags, "--on-error", "skip")
     assert (code, "1 failed" in said) == (0, True)
     assert "prompt 1 failed: line 2" in errors
+    several = ["--output", tmp_path / "several", "--capture", "1", "--shard-bytes", "1"]
+    assert cli("extract", source, *several)[0] == 1
+    code, said, _ = cli("extract", source, *several, "--on-error", "skip")
+    assert (code, "1 prompts (1 were done before), 1 failed" in said) == (0, True), "the job has rows"
     source.write_text('{"text": 3}\n')
     code, _, errors = cli("extract", source, "--output", tmp_path / "other", "--capture", "1", "--on-error", "skip")
     assert (code, "All prompts failed" in errors) == (1, True)

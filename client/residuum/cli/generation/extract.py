@@ -199,7 +199,8 @@ def extract(options: argparse.Namespace, output: Output) -> int:
     for name, folder in exports:
         rows.export(folder, name)
     _show(rows, output)
-    return 1 if rows.summary and 0 < rows.summary.prompts == rows.summary.failed else 0
+    has_failed = rows.summary is not None and 0 < rows.summary.prompts == rows.summary.failed and not len(rows)
+    return int(has_failed)
 
 
 _SPEC_FLAGS = (

@@ -172,8 +172,8 @@ def open_rows(source: Source, column: str, keep: Sequence[str]) -> Rows:
         keep: The other columns that are needed.
 
     Raises:
-        InvalidRequest: The kind of the input is unknown, a folder has several splits, a split lacks a file, or a table
-            lacks a column.
+        InvalidRequest: The kind of the input is unknown, a folder has several splits or two versions of one, or a
+            table lacks a column.
         OSError: The input cannot be read.
         ImportError: The input is a table, and pyarrow is not installed.
     """

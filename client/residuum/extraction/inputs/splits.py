@@ -35,7 +35,7 @@ def files_of_folder(folder: Path) -> list[Path]:
             f"be mixed. Name one split, such as {folder / advised}, and run a job for each that you want.",
             reason="INVALID_FIELD",
         )
-    _check_version(found)
+    _check_split(found)
     return found
 
 
@@ -46,11 +46,11 @@ def files_of_split(path: Path) -> list[Path]:
         InvalidRequest: They are of two versions of the split.
     """
     found = [file for file in _tables(path.parent) if _split_of(file) == path.name]
-    _check_version(found)
+    _check_split(found)
     return found
 
 
-def _check_version(files: list[Path]) -> None:
+def _check_split(files: list[Path]) -> None:
     """Refuse files of two versions of a split, and warn if some of the split's files are missing."""
     shards = [_SHARD.fullmatch(file.stem) for file in files]
     versions = {shard["version"] if shard else "": file for shard, file in zip(shards, files, strict=True)}

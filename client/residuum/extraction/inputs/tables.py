@@ -50,7 +50,7 @@ def open_table(path: Path, columns: Sequence[str]) -> TableRows:
     """Return the rows of a Parquet or Arrow file, of a dataset in a folder, or of a split (see `files_of_split`).
 
     Raises:
-        InvalidRequest: It is not a table, lacks a column or a file of its split, or has several splits.
+        InvalidRequest: It is not a table, lacks a column, or has several splits or two versions of one.
         FileNotFoundError: There is no such file, folder or split.
         ImportError: pyarrow is not installed.
     """
