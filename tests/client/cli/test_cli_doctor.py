@@ -246,6 +246,6 @@ def test_doctor_suspects_a_loopback_address_of_another_machine():
 
 def test_doctor_says_whether_the_version_of_vllm_was_tested():
     assert _tested("0.32.0") == _tested("0.32.0+cpu") == ""
-    assert _tested("0.31.0") == " (not tested, as 0.24.0 and 0.32.0 were)"
+    assert _tested("0.31.0") == " (not tested, as 0.24.0, 0.32.0 and 0.33.0 were)"
     results = (Path(__file__).parents[3] / "bench" / "results" / "h200").glob("conformance*.json")
     assert {json.loads(file.read_text())["versions"]["vllm"] for file in results} == set(TESTED_VLLM)

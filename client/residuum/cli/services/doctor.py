@@ -29,7 +29,7 @@ _FILLING, _FULL = 0.85, 0.98
 _LITTLE_DISK = 1 << 30
 _NO_DISK = 8 << 20
 """With less room on its disk, a store cannot store a chunk: it keeps 4 MiB for ending and deleting captures."""
-TESTED_VLLM = ("0.24.0", "0.32.0")
+TESTED_VLLM = ("0.24.0", "0.32.0", "0.33.0")
 """The versions of vLLM whose captured rows were compared with those of transformers on GPUs; see docs/models.md."""
 
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "0.0.0.0", "[::]")  # noqa: S104 - names to warn about
@@ -320,9 +320,9 @@ def _versions(check: str, theirs: str, more: str = "") -> Finding:
 
 def _tested(vllm_version: str) -> str:
     """Return whether captures with a version of vLLM were tested, as the end of a sentence."""
-    return (
-        "" if vllm_version.partition("+")[0] in TESTED_VLLM else f" (not tested, as {' and '.join(TESTED_VLLM)} were)"
-    )
+    if vllm_version.partition("+")[0] in TESTED_VLLM:
+        return ""
+    return f" (not tested, as {', '.join(TESTED_VLLM[:-1])} and {TESTED_VLLM[-1]} were)"
 
 
 def _series(version: str) -> tuple[str, ...]:
