@@ -6,7 +6,6 @@ import atexit
 import os
 import sys
 import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from inference_svc import mp_main
@@ -27,27 +26,12 @@ def main() -> None:
     from svc_common.settings import load_settings, log_unknown_variables
 
     settings = load_settings(InferenceSettings, _PROGRAM, sys.argv[1:])
-    _check_folder("--model (RESIDUUM_MODEL)", settings.model)
-    for place in settings.adapters.values():
-        _check_folder("--lora-modules (RESIDUUM_LORA_MODULES)", place)
     # Only this user can read the folder: it holds the control sockets of the rings.
     with tempfile.TemporaryDirectory(prefix="residuum-", ignore_cleanup_errors=True) as folder:
         configure_service_logs(folder, settings.log_level)
         log_unknown_variables(InferenceSettings)
         status = _serve(settings, folder)
     _end(status)
-
-
-def _check_folder(setting: str, place: str) -> None:
-    """Exit if a setting has the path of a folder that does not exist.
-
-    vLLM would take the path for a name on the Hugging Face hub, and fail half a minute later for that reason.
-    """
-    if place.startswith(("/", "./", "../", "~")) and not Path(place).expanduser().is_dir():
-        sys.exit(
-            f"{_PROGRAM}: bad settings\n  {setting}: there is no folder {place!r}. Give the path of an existing "
-            "folder, or a name on the Hugging Face hub."
-        )
 
 
 def _serve(settings: InferenceSettings, folder: str) -> int:

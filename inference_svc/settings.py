@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -26,6 +27,18 @@ def _engine_args(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
+def _existing(place: str) -> str:
+    """Refuse the path of a folder that does not exist.
+
+    vLLM would take the path for a name on the Hugging Face hub, and fail half a minute later for that reason.
+    """
+    if place.startswith(("/", "./", "../", "~")) and not Path(place).expanduser().is_dir():
+        raise ValueError(
+            f"there is no folder {place!r}. Give the path of an existing folder, or a name on the Hugging Face hub."
+        )
+    return place
+
+
 def parse_modules(texts: Iterable[str]) -> dict[str, str]:
     """Return where each LoRA adapter is, by its name.
 
@@ -47,7 +60,8 @@ def parse_modules(texts: Iterable[str]) -> dict[str, str]:
 
 
 def _modules(texts: tuple[str, ...]) -> tuple[str, ...]:
-    parse_modules(texts)
+    for place in parse_modules(texts).values():
+        _existing(place)
     return texts
 
 
@@ -58,7 +72,7 @@ LoraModules = Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_list), 
 class InferenceSettings(SecureSettings, TapSettings):
     """Serve a language model with vLLM, and capture and steer its activations, over gRPC."""
 
-    model: str = Field(min_length=1)
+    model: Annotated[str, AfterValidator(_existing)] = Field(min_length=1)
     """The model: a folder with configuration, weights and tokenizer, or a name on the Hugging Face hub."""
     listen: Endpoint = "127.0.0.1:50051"
     """host:port to serve on. Port 0 takes any free port; see port-file."""

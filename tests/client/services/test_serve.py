@@ -317,3 +317,9 @@ def test_progress_can_be_silent():
     with contextlib.suppress(ValueError):
         line.end()
     assert stream.getvalue() == ""
+
+
+def test_a_model_folder_that_does_not_exist_is_told_before_anything_starts(tmp_path, capsys):
+    assert serve_command.main(model="/nowhere/x", data=tmp_path / "data", temporary=False, flags=[]) == 2
+    assert capsys.readouterr().err.startswith("residuum serve: --model (RESIDUUM_MODEL): there is no folder")
+    assert not (tmp_path / "data").exists()

@@ -44,7 +44,7 @@ BAD = {
     "engine_args": (["--engine-args", "{"], "Parsing error"),
     "--lora-modules": (["--lora-modules", "joy=/a,calm"], "'calm' is not name=folder"),
     "LORA_MODULES": (["--lora-modules", "joy=/a,joy=/b"], "two adapters are named 'joy'"),
-    "adapter 'x'": (["--lora-modules", "x=/a"], "which is the name of the model"),
+    "adapter 'x'": (["--lora-modules", "x=org/a"], "which is the name of the model"),
     "--max-running": (["--max-running", "5"], "unrecognized arguments"),
 }
 
