@@ -25,6 +25,7 @@ import secrets
 import struct
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -158,11 +159,11 @@ class Txn:
                 yield key, frame
             key = self.next_key(Table.FRAMES, key + b"\0")
 
-    def put_trial(self, value: bytes) -> None:
-        """Write a value that means nothing to every file that holds frames."""
+    def put_trial(self, shard: int, value: bytes) -> None:
+        """Write a value that means nothing to a file that holds frames."""
         if changes := self._changes(Table.FRAMES):
             self.wrote = True
-            changes.put_everywhere(_TRIAL, value)
+            changes.put_meta(shard, _TRIAL, value)
         else:
             self.put(Table.META, _TRIAL, value)
 
@@ -309,22 +310,31 @@ class Database:
         return result
 
     def try_room(self, num_bytes: int) -> None:
-        """Find out whether this many bytes can be written to each file that holds frames: write them.
+        """Find out whether this many bytes can be written to each file that holds frames: write and delete them.
+
+        It tries one file after another. Together they would take that many bytes of `--max-bytes` for each file.
 
         Raises:
             StoreFullError: They cannot.
             DamagedError: LMDB failed in another way.
         """
-        self.write(lambda txn: txn.put_trial(bytes(num_bytes)))
+        value = bytes(num_bytes)
+        for shard in range(self.num_shards):
+            self.write(partial(Txn.put_trial, shard=shard, value=value))
+            self._end_trial(shard)
 
     def end_trial(self) -> None:
-        """Delete what `try_room` wrote.
+        """Write to each file that holds frames what `try_room` writes at its end.
 
         Raises:
-            StoreFullError: There is no room. The next trial writes over it.
-            DamagedError: LMDB failed in another way.
+            DamagedError: LMDB failed other than for want of room.
         """
-        self.write(lambda txn: txn.put_trial(b""), reserve=True)
+        for shard in range(self.num_shards):
+            self._end_trial(shard)
+
+    def _end_trial(self, shard: int) -> None:
+        with suppress(StoreFullError):  # the next trial writes over it
+            self.write(partial(Txn.put_trial, shard=shard, value=b""), reserve=True)
 
     def sync(self) -> None:
         """Sync all commits to disk.

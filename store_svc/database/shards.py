@@ -7,6 +7,9 @@ on several cores. All other tables stay in the main file, which commits last. A 
 2. If the main file changes, `Shards.commit` then syncs the files of the frames.
 3. The main file commits.
 
+Before it deletes frames, step 1 syncs the main file. An earlier transaction may have deleted their capture there, and a
+power failure must not undo that alone.
+
 So the main file never refers to frames that are not there, even after a power failure. If the process ends between the
 steps, frames are left that nobody acknowledged:
 
@@ -156,10 +159,9 @@ class FrameChanges(FrameView):
         self.puts[shard] += [(Table.HEADS, key, frame.head), (Table.FRAMES, key, frame.payload)]
         self.placed[shard][key] = frame
 
-    def put_everywhere(self, name: bytes, value: bytes) -> None:
-        """Write a value of META to every shard."""
-        for puts in self.puts:
-            puts.append((Table.META, name, value))
+    def put_meta(self, shard: int, name: bytes, value: bytes) -> None:
+        """Write a value of META to one shard."""
+        self.puts[shard].append((Table.META, name, value))
 
     def delete(self, key: bytes) -> None:
         """Delete a frame, if present."""
@@ -227,6 +229,8 @@ class Shards:
             DamagedError: LMDB failed in another way.
         """
         changes.close()
+        if any(changes.deletes) and not main.is_synced:
+            main.sync()
         changed = [shard for shard in range(len(self.files)) if changes.puts[shard] or changes.deletes[shard]]
         steps: list[Callable[[], None]] = [
             partial(self._commit, shard, changes, keeps_reserve=keeps_reserve) for shard in changed

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import suppress
 
 from residuum.rpc.errors import Failure, Reason
 from store_svc.database.db import Database, StoreFullError
@@ -68,11 +67,10 @@ class Room:
             self._db.try_room(size)
         except StoreFullError as error:
             self.why_full = str(error)
+            if freed:
+                self._db.end_trial()
         else:
             self._regain()
-        if freed or not self.why_full:
-            with suppress(StoreFullError):  # the next trial writes over it
-                self._db.end_trial()
 
     def _regain(self) -> None:
         _log.info("the store has room again")

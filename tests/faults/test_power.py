@@ -26,6 +26,7 @@ from tests.faults import power
 from tests.faults.power import Recording
 from tests.faults.support import Store
 from tests.store.support import Cell, Client, OpenStream, Rows, describe, grid, make_chunk, seal_request
+from tests.waiting import wait_for
 
 LAYERS = [0, 1, 2]
 WIDTH = 1024
@@ -219,6 +220,23 @@ def test_a_power_failure_may_undo_the_last_commit_but_damages_nothing(
 
     cut_everywhere(watched, check)
     assert undone, "the simulation undoes nothing, or `committed` means more than it says"
+
+
+def test_a_power_failure_does_not_undo_a_deletion_whose_rows_are_freed(watched: Watched) -> None:
+    client = watched.start("--ack", "committed")
+    client.open(describe("a", layers=LAYERS, prompt=30, width=WIDTH))
+    watched.append(client, range(30))
+    client.stub.SealCapture(seal_request("a", generated=[1]))
+    client.stub.DeleteCapture(store_pb2.DeleteCaptureRequest(capture_id="a"))
+    wait_for(lambda: client.stub.GetStats(store_pb2.GetStatsRequest()).num_chunks == 0)
+    client.close()
+    watched.kill()
+
+    def check(_: float, cells: set[Cell], manifest: capture_pb2.CaptureManifest | None) -> None:
+        if manifest and manifest.state == capture_pb2.CAPTURE_STATE_COMPLETE:
+            assert cells == grid(LAYERS, range(30))
+
+    cut_everywhere(watched, check)
 
 
 def test_rows_committed_before_a_crash_are_synced_before_they_are_acknowledged_as_synced(

@@ -130,6 +130,15 @@ def test_another_format_is_refused(tmp_path: Path, shards: int) -> None:
         Database(tmp_path / "db", 16 * MIB, sync_roots=False, shards=shards)
 
 
+def test_room_is_tried_in_one_shard_after_another(tmp_path: Path) -> None:
+    db = Database(tmp_path / "db", 16 * MIB, sync_roots=False, shards=16)
+    db.try_room(2 * MIB)  # in all shards at once, it would be twice the limit
+    assert db.used_bytes() < 2 * MIB
+    with pytest.raises(StoreFullError):
+        db.try_room(20 * MIB)
+    db.close()
+
+
 def append_when_there_is_room(client: Client, name: str) -> None:
     """Retry as the contract says: LMDB reuses freed pages only two transactions later."""
     for _ in range(20):
