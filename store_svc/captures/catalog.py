@@ -219,8 +219,6 @@ class Catalog:
             return numbers
         with self._lock:
             for number in self._copied:
-                if not self._ended[number].num_bytes:
-                    continue  # it has no rows
                 numbers.append(number)
                 num_bytes -= self._ended[number].num_bytes
                 if num_bytes <= 0 or len(numbers) == limit:
@@ -410,7 +408,8 @@ class Catalog:
         self._ended[number] = summary
         insort(self._by_end, _end_key(number, summary))
         if summary.archive_state == _COPIED:
-            self._copied[number] = None
+            if summary.num_bytes:
+                self._copied[number] = None
         elif summary.archive_state != _MOVED:
             insort(self._only_here, _end_key(number, summary))
 
@@ -420,7 +419,7 @@ class Catalog:
         self._archive_states[summary.archive_state] -= 1
         del self._by_end[bisect_left(self._by_end, _end_key(number, summary))]
         if summary.archive_state == _COPIED:
-            del self._copied[number]
+            self._copied.pop(number, None)
         elif summary.archive_state != _MOVED:
             del self._only_here[bisect_left(self._only_here, _end_key(number, summary))]
         return summary

@@ -126,11 +126,14 @@ def test_many_captures_are_deleted_in_several_passes() -> None:
     assert (len(retention.take()), catalog.num_bytes) == (476, 476)
 
 
-def archived(states: dict[int, int]) -> Catalog:
-    """Make captures of ten bytes, each with a state of the archive, that ended in the order of their numbers."""
+def archived(states: dict[int, int], empty: int = 0) -> Catalog:
+    """Make captures of ten bytes, each with a state of the archive, that ended in the order of their numbers.
+
+    The capture with the number `empty` has no rows.
+    """
     catalog = Catalog(has_archive=True)
     for number, state in states.items():
-        item = summary(str(number), 10, number)
+        item = summary(str(number), 0 if number == empty else 10, number)
         item.archive_state = state
         catalog.open_ended(number, item)
     return catalog
@@ -147,6 +150,15 @@ def test_rows_that_the_archive_has_are_dropped_before_a_capture_is_deleted() -> 
     assert (catalog.num_bytes, retention.to_drop()) == (20, [])
     assert names(retention) == ["1"], "its copy does not exist"
     assert retention.seconds_to_next() is None
+
+
+def test_a_copied_capture_without_rows_does_not_switch_the_limit_off() -> None:
+    catalog = archived({1: COPIED, 2: PENDING, 3: PENDING}, empty=1)
+    retention = Retention(RetentionPolicy(max_bytes=15), catalog, lambda: 100.0)
+    assert retention.to_drop() == []
+    assert names(retention) == ["2"]
+    catalog.delete(CaptureName("", "1"), 1)
+    assert catalog.num_captures == 2
 
 
 def test_captures_in_the_archive_are_deleted_when_they_are_too_old() -> None:
