@@ -57,10 +57,13 @@ class ArchiveAccess:
         self.counters = ArchiveCounters()
         self.changed = threading.Condition()
         """Guards what captures wait for, and wakes the threads."""
-        self.is_claimed = False
-        """Whether the archive is known to be this store's."""
         self._store_id = store_id
         self._db_use = threading.Lock()
+
+    @property
+    def is_claimed(self) -> bool:
+        """Whether the archive is known to be this store's."""
+        return self.catalog.is_archive_claimed
 
     def check_owner(self) -> None:
         """Check that the archive is this store's, or make it so.

@@ -82,7 +82,7 @@ class Archive:
             _log.warning("the archive does not answer; the store serves without it until it does", error=str(error))
         else:
             self._access.db.write(records.claim, reserve=True)
-            self._access.is_claimed = True
+            self._access.catalog.is_archive_claimed = True
 
     def start(self) -> None:
         """Start the threads. Call it after `check`, and before the writer starts."""

@@ -67,7 +67,6 @@ class Keeper:
         if not access.is_claimed:
             access.link.once(access.check_owner)
             access.change(Batch.claim_archive)
-            access.is_claimed = True
 
     def _delete_some(self) -> bool:
         """Delete the objects of deleted captures. Return whether there may be more.

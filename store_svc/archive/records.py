@@ -81,10 +81,12 @@ def write_record(txn: Txn, number: int, record: Record) -> None:
 def state_field(txn: Txn, number: int, *, has_archive: bool) -> bytes:
     """Return the state of an ended capture as a serialised CaptureManifest with no other field.
 
-    Appended to a serialised manifest, it becomes its state.
+    Appended to a serialised manifest, it becomes its state. It is empty without an archive.
     """
+    if not has_archive:
+        return b""
     record = read_record(txn, number)
-    state = record.state if record is not None else PENDING if has_archive else capture_pb2.ARCHIVE_STATE_UNSPECIFIED
+    state = record.state if record is not None else PENDING
     return capture_pb2.CaptureManifest(archive_state=state).SerializeToString()
 
 

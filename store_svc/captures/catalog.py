@@ -108,6 +108,8 @@ class Catalog:
     ) -> None:
         self.has_archive = has_archive
         """Whether ended captures are copied to an archive."""
+        self.is_archive_claimed = False
+        """Whether the archive has answered since the start, and is known to be this store's."""
         self.limits = limits or CatalogLimits()
         """The limits that the writer enforces."""
         self.leases = leases or Leases()
@@ -124,6 +126,8 @@ class Catalog:
         self._by_end: list[tuple[int, int]] = []  # (end time in ns, number) of ended captures, ascending
         self._only_here: list[tuple[int, int]] = []  # the same, of those that are not in the archive
         self._copied: OrderedDict[int, None] = OrderedDict()  # rows here and in the archive, last read at the end
+        self.bytes_copied = 0
+        """Bytes of chunks that are in the database and in the archive."""
         self.bytes_dropped = 0
         """Bytes of chunks that were dropped from the database, because the archive has them."""
         self._readers: Counter[int] = Counter()
@@ -204,18 +208,14 @@ class Catalog:
         """Yield those of `oldest_ended` that are not in the archive. The same rules hold."""
         return ((number, self._ended[number]) for _, number in self._only_here)
 
-    @property
-    def num_copied(self) -> int:
-        """Number of captures with rows in the database and in the archive."""
-        return len(self._copied)
-
     def to_drop(self, num_bytes: int, limit: int) -> list[int]:
         """Return at most `limit` copied captures that have these bytes together. Those not read for longest go first.
 
-        If one is being read, its reader finds the other rows in the archive.
+        If one is being read, its reader finds the other rows in the archive. None are returned before the archive is
+        known to be this store's: another one does not have the rows.
         """
         numbers: list[int] = []
-        if num_bytes <= 0:
+        if num_bytes <= 0 or not self.is_archive_claimed:
             return numbers
         with self._lock:
             for number in self._copied:
@@ -410,6 +410,7 @@ class Catalog:
         if summary.archive_state == _COPIED:
             if summary.num_bytes:
                 self._copied[number] = None
+            self.bytes_copied += summary.num_bytes
         elif summary.archive_state != _MOVED:
             insort(self._only_here, _end_key(number, summary))
 
@@ -420,6 +421,7 @@ class Catalog:
         del self._by_end[bisect_left(self._by_end, _end_key(number, summary))]
         if summary.archive_state == _COPIED:
             self._copied.pop(number, None)
+            self.bytes_copied -= summary.num_bytes
         elif summary.archive_state != _MOVED:
             del self._only_here[bisect_left(self._only_here, _end_key(number, summary))]
         return summary

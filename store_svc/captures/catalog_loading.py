@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from residuum.v1 import capture_pb2, store_pb2
-from store_svc.archive.records import read_record
+from store_svc.archive.records import MOVED, read_record
 from store_svc.captures.catalog import Catalog, CatalogLimits
 from store_svc.captures.leases import Leases
 from store_svc.captures.ledger import Cells
@@ -24,6 +24,8 @@ def load_catalog(
 ) -> Catalog:
     """Return the catalog of a database. The rows of open captures are rebuilt from their frames.
 
+    Without an archive, copies do not count: only captures without rows in the database have a state of the archive.
+
     Raises:
         StoreFullError: There is no room to note frames that must be freed.
         DamagedError: The database cannot be used.
@@ -39,7 +41,7 @@ def load_catalog(
             number = unpack_number(key)
             summary = summarize(manifest, manifest.num_rows)
             record = read_record(txn, number)
-            if record is not None:
+            if record is not None and (has_archive or record.state == MOVED):
                 summary.archive_state = record.state
             catalog.open_ended(number, summary)
         for key, value in txn.items(Table.LIVE):

@@ -81,6 +81,7 @@ class Batch:
         self._opened: set[int] = set()
         self._deleted: list[tuple[CaptureName, int]] = []
         self._archive_states: dict[int, capture_pb2.ArchiveState.ValueType] = {}
+        self._claims_archive = False
         self._drafts: dict[int, Capture] = {}
         self._keys: dict[int, list[bytes]] = {}
         self._growth = 0  # bytes by which the state of open captures grows
@@ -356,6 +357,7 @@ class Batch:
     def claim_archive(self) -> None:
         """Note that the archive belongs to this store."""
         records.claim(self._txn)
+        self._claims_archive = True
 
     def publish(self) -> list[Capture]:
         """Make the changes visible in the catalog. Return the captures that changed."""
@@ -368,6 +370,8 @@ class Batch:
             self._catalog.publish(draft, self._keys.get(number, []))
         for number, state in self._archive_states.items():
             self._catalog.note_archive_state(number, state)
+        if self._claims_archive:
+            self._catalog.is_archive_claimed = True
         return list(self._drafts.values())
 
     def _check_catalog(self, num_replaced: int) -> None:

@@ -85,7 +85,8 @@ class Retention:
     def take(self) -> list[Expired]:
         """Pick captures to delete now, at most 1024, and hide them from readers.
 
-        A capture that the archive has is deleted only because of its age.
+        A capture that the archive has is deleted only because of its age. Rows that wait to be dropped, until the
+        archive is known to be this store's, make no other capture expire.
 
         The caller must delete the picked captures, or return them with `give_back`.
         """
@@ -94,10 +95,10 @@ class Retention:
         self._look_at = None
         freed = self._take_old(taken, now)
         excess = self.excess - freed
-        if excess > 0 and self._catalog.num_copied:
+        if self._catalog.to_drop(excess, 1):
             self._look_at = now + _LOOK_AGAIN_SECONDS  # `to_drop` has more
-        elif excess > 0:
-            self._take_excess(taken, now, excess)
+        else:
+            self._take_excess(taken, now, excess - self._catalog.bytes_copied)
         return taken
 
     def _take_old(self, taken: list[Expired], now: float) -> int:

@@ -446,7 +446,8 @@ class Writer:
     def _note_excess(self, excess: int) -> None:
         """Log once when retention cannot delete enough; log again only after the excess was gone."""
         if excess and not self._above_limit:
-            _log.warning("captures exceed retain-bytes: the remaining ones are open or being read", excess_bytes=excess)
+            text = "captures exceed retain-bytes: the others are open, being read, or wait for the archive to answer"
+            _log.warning(text, excess_bytes=excess)
         self._above_limit = excess > 0
 
     def _note_full(self, error: StoreFullError, work: Work) -> None:

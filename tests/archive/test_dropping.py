@@ -25,6 +25,7 @@ from tests.archive.support import (
     COPIED,
     LAYERS,
     MOVED,
+    PENDING,
     capture,
     file_url,
     files_under,
@@ -189,6 +190,42 @@ def test_captures_that_wait_for_the_archive_expire_by_size(
             capture(client, f"c{at}", width=WIDTH, prompt=8)
         wait_for(lambda: set(listed_states(client)) == {"c2", "c3"}, "expiry")
         wait_for(lambda: not store._archive._copier._waiting, "the deleted captures wait no more")
+
+
+def test_a_store_that_has_lost_its_archive_setting_drops_no_rows(tmp_path: Path, url: str) -> None:
+    """It deletes the oldest captures, as a store without an archive does, and can be started again."""
+    with serving(tmp_path / "store", archive=url) as (_, client):
+        for at in range(3):
+            capture(client, f"c{at}", width=WIDTH, prompt=8)
+            wait_for_state(client, COPIED, [f"c{at}"])
+    for _ in range(2):
+        with serving(tmp_path / "store", retain_bytes=2 * NUM_BYTES + 1000) as (_, client):
+            expected = dict.fromkeys(("c1", "c2"), capture_pb2.ARCHIVE_STATE_UNSPECIFIED)
+            wait_for(lambda: listed_states(client) == expected, "expiry")  # noqa: B023
+            assert state(client, "c1") == capture_pb2.ARCHIVE_STATE_UNSPECIFIED
+            assert client.read("c1")[0] == client.read("c2")[0] == grid(LAYERS, range(8))
+    with serving(tmp_path / "store", archive=url) as (_, client):
+        assert listed_states(client) == dict.fromkeys(("c1", "c2"), COPIED)
+
+
+def test_no_rows_are_dropped_before_the_archive_has_answered(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be another archive, which does not have the rows."""
+    with serving(tmp_path / "store", archive=url) as (_, client):
+        for at in range(3):
+            capture(client, f"c{at}", width=WIDTH, prompt=8)
+            wait_for_state(client, COPIED, [f"c{at}"])
+    with monkeypatch.context() as away:
+        away.setattr(Objects, "put", failing_operation)
+        with serving(tmp_path / "store", archive=url, archive_keep_bytes=0, retain_bytes=NUM_BYTES) as (store, client):
+            capture(client, "new")
+            store._archive._dropper.drop()
+            expected = dict.fromkeys(("c0", "c1", "c2"), COPIED) | {"new": PENDING}
+            assert listed_states(client) == expected
+            away.undo()
+            wait_for(lambda: set(listed_states(client).values()) == {MOVED}, "drops", 60)
+            assert client.read("c0")[0] == grid(LAYERS, range(8))
 
 
 def failing_operation(*_: object) -> None:

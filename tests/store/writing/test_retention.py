@@ -132,6 +132,7 @@ def archived(states: dict[int, int], empty: int = 0) -> Catalog:
     The capture with the number `empty` has no rows.
     """
     catalog = Catalog(has_archive=True)
+    catalog.is_archive_claimed = True
     for number, state in states.items():
         item = summary(str(number), 0 if number == empty else 10, number)
         item.archive_state = state
@@ -159,6 +160,19 @@ def test_a_copied_capture_without_rows_does_not_switch_the_limit_off() -> None:
     assert names(retention) == ["2"]
     catalog.delete(CaptureName("", "1"), 1)
     assert catalog.num_captures == 2
+
+
+def test_nothing_is_dropped_before_the_archive_has_answered() -> None:
+    """Nor is a capture deleted in place of rows that will be dropped."""
+    catalog = archived({1: PENDING, 2: COPIED, 3: COPIED, 4: PENDING, 5: PENDING})
+    catalog.is_archive_claimed = False
+    retention = Retention(RetentionPolicy(max_bytes=25), catalog, lambda: 100.0)
+    assert catalog.to_drop(1, 9) == retention.to_drop() == []
+    assert names(retention) == ["1"], "50 bytes less 20 that will be dropped are more than 25"
+    catalog.delete(CaptureName("", "1"), 1)
+    assert names(retention) == []
+    catalog.is_archive_claimed = True
+    assert retention.to_drop() == [2, 3]
 
 
 def test_captures_in_the_archive_are_deleted_when_they_are_too_old() -> None:
