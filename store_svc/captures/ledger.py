@@ -85,6 +85,11 @@ class Ledger:
                 groups.setdefault(new, []).append(row[2])
         return groups
 
+    def has(self, cells: Cells) -> bool:
+        """Return whether all cells that the request selected are stored, expected or not."""
+        selected = self._selected(cells.positions)
+        return all(not selected - self._stored.get(row, Positions()) for row in cells.rows())
+
     def add(self, cells: Cells) -> None:
         """Record cells as stored. None of them may be recorded as stored already."""
         served = self.served(cells.sequence, cells.positions)
@@ -131,9 +136,7 @@ class Ledger:
         """Return the subset of the positions that is served, as far as is known."""
         if self._expected is not None:
             return positions & self._expected[sequence]
-        if not positions or self._counts_all:
-            return positions
-        return positions.filter(lambda first, count: captured_positions(self._spec, self._prompt_tokens, first, count))
+        return self._selected(positions)
 
     def present(self) -> list[Cells]:
         """Return the served cells that are stored."""
@@ -146,6 +149,12 @@ class Ledger:
             return []
         rows = ((row, self._expected[row[0]] - self._stored.get(row, Positions())) for row in self._all_rows())
         return _gather(rows)
+
+    def _selected(self, positions: Positions) -> Positions:
+        """Return the subset of the positions that the request selected."""
+        if not positions or self._counts_all:
+            return positions
+        return positions.filter(lambda first, count: captured_positions(self._spec, self._prompt_tokens, first, count))
 
     def _wanted(self, length: int) -> Positions:
         return Positions.where(captured_positions(self._spec, self._prompt_tokens, 0, length, length))

@@ -260,6 +260,20 @@ def test_a_capture_that_is_never_sealed_ends(tmp_path: Path) -> None:
         assert client.read()[0] == cells_of(manifest.present)
 
 
+def test_a_late_position_of_a_capture_that_was_never_sealed_is_rejected(tmp_path: Path) -> None:
+    with serving(tmp_path / "store", open_timeout_seconds=60.0) as (store, client):
+        client.open(describe(positions=selection_pb2.PositionSelection(every=2)))
+        stored = [make_chunk([0, 1], [0, 1, 2]), make_chunk([2], [2, 4])]
+        client.append(stored)
+        set_wait(store, Wait.SEAL, 0.5)
+        manifest = client.get(wait=20)
+        assert manifest.state == INCOMPLETE
+        late = [make_chunk(LAYERS, [6]), make_chunk([2], [4, 6])]
+        answers = client.append([*stored, *late])
+        assert rejections(answers) == dict.fromkeys([3, 4], Reason.ERROR_REASON_CAPTURE_ENDED)
+        assert client.get() == manifest
+
+
 def test_waiting_ends_with_the_capture(client: Client) -> None:
     client.open()
     manifests: list[capture_pb2.CaptureManifest] = []
