@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import socket
 import threading
 
@@ -264,6 +265,25 @@ class TestRings:
         assert not rings._rings
         with pytest.raises(OSError, match="ended"), rings.descriptor(0):
             pass
+
+    def test_a_ring_may_be_unmapped_while_the_rings_are_in_use(self):
+        """As when Python collects it in any thread, also in one that has the lock."""
+        rings = Rings()
+        made = [SharedRing.create(4096) for _ in range(2)]
+        for ring, descriptor in made:
+            rings.add(ring, descriptor)
+        payload = made[1][0].memory
+        with rings._lock:
+            seen = iter(rings._rings.items())
+            next(seen)
+            used = rings._rings[0].descriptor
+            del made[0], ring
+            assert next(seen)[0] == 1, "who iterates is not disturbed"
+            os.fstat(used)  # nor is who duplicates the descriptor
+        assert rings.find(payload) == (1, 0)
+        assert list(rings._rings) == [1]
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(used)
 
     def test_a_store_cannot_write_to_a_ring(self):
         rings = Rings()

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 import weakref
+from collections import deque
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -59,6 +60,7 @@ class Rings:
         """The size of the pieces in which the last payload travelled: the next one will probably travel so too."""
         self._lock = threading.Lock()
         self._rings: dict[int, _Ring] = {}
+        self._unmapped: deque[int] = deque()
         self._next = 0
 
     def add(self, ring: SharedRing, descriptor: int) -> None:
@@ -70,6 +72,7 @@ class Rings:
         read_only = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)  # stores must not write to it
         start = _address(ring.memory)
         with self._lock:
+            self._forget_unmapped()
             number, self._next = self._next, self._next + 1
             self._rings[number] = _Ring(start, start + ring.ring_bytes, read_only)
         weakref.finalize(ring.memory, self._remove, number)
@@ -78,6 +81,7 @@ class Rings:
         """Return the number of the ring that a payload is in, and its offset there; None if it is in none."""
         start = _address(payload)
         with self._lock:
+            self._forget_unmapped()
             for number, ring in self._rings.items():
                 if ring.start <= start and start + len(payload) <= ring.end:
                     return number, start - ring.start
@@ -91,6 +95,7 @@ class Rings:
             OSError: The ring was unmapped.
         """
         with self._lock:
+            self._forget_unmapped()
             ring = self._rings.get(number)
             if ring is None:
                 raise OSError("the worker has ended")
@@ -101,10 +106,18 @@ class Rings:
             os.close(lent)
 
     def _remove(self, number: int) -> None:
-        # Without the lock: Python may call this in a thread that has it. Removing an entry is atomic.
-        ring = self._rings.pop(number, None)
-        if ring is not None:
-            os.close(ring.descriptor)
+        # Python may call this in a thread that has the lock, so it must not wait. The next use then removes the ring.
+        self._unmapped.append(number)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._forget_unmapped()
+            finally:
+                self._lock.release()
+
+    def _forget_unmapped(self) -> None:
+        """Close the descriptors of unmapped rings. Call this with the lock."""
+        while self._unmapped:
+            os.close(self._rings.pop(self._unmapped.popleft()).descriptor)
 
 
 class SharedRings:
