@@ -6,6 +6,7 @@ import mmap
 import os
 import socket
 import threading
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -241,6 +242,54 @@ def test_a_frozen_handshake_delays_but_loses_nothing(tmp_path, running, ship, mo
         publish(ring, capture)
         assert ring.drain(DEADLINE)
         check(client, capture)
+
+
+def test_the_store_does_not_keep_the_rings_of_ended_workers(running, ship, tmp_path):
+    store, client = running
+    rings = Rings()
+    ring, uploader = ship(client, rings=rings)
+    for name in "abc":
+        capture = Capture(name, 2 * BLOCK, WIDTH)
+        open_capture(client, capture)
+        publish(ring, capture)
+        assert ring.drain(DEADLINE)
+        check(client, capture)
+        ring.close()
+        del ring
+        wait_for(lambda: not rings._rings)
+        ring = Ring(tmp_path / "ring", ring_bytes=1 << 20)
+        ring.start()
+    ring.close()
+    assert written(store) == 6 * BLOCK_BYTES
+    assert uploader.num_streams == 1
+    wait_for(lambda: len(store._shared_memory.memories) == 1)
+
+
+def test_a_ring_is_taken_back_only_when_no_payload_is_in_it(running):
+    store, client = running
+    rings, memories = Rings(), store._shared_memory.memories
+    payloads = []
+    with closing(shared_rings.SharedRings(rings, shared_rings._describe(client.channel), "store")) as shared:
+        for count in (1, 2):
+            payloads.append(payload_in_new_ring(rings))
+            assert shared.find(payloads[-1]) is not None
+            assert len(memories) == count
+        place = shared.find(payloads[0])
+        assert memories.written(place.key) is not None, "the worker has ended, but its payload may be sent again"
+        del payloads[0]
+        payloads.append(payload_in_new_ring(rings))
+        assert shared.find(payloads[-1]) is not None
+        wait_for(lambda: memories.written(place.key) is None)
+        assert len(memories) == 2
+    wait_for(lambda: not len(memories))
+
+
+def payload_in_new_ring(rings):
+    """Return a payload in a ring that nothing else uses."""
+    ring, descriptor = SharedRing.create(1 << 20)
+    rings.add(ring, descriptor)
+    os.close(descriptor)
+    return ring.view(Extent(0, MIN_PLACED_BYTES)).data
 
 
 class TestRings:

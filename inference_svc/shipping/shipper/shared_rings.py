@@ -87,6 +87,12 @@ class Rings:
                     return number, start - ring.start
         return None
 
+    def has(self, number: int) -> bool:
+        """Return whether a ring is still mapped. Any payload of it, such as one that may be sent again, keeps it so."""
+        with self._lock:
+            self._forget_unmapped()
+            return number in self._rings
+
     @contextmanager
     def descriptor(self, number: int) -> Iterator[int]:
         """Lend a descriptor of a ring.
@@ -150,16 +156,26 @@ class SharedRings:
             return None
         number, offset = found
         if number not in self._given:
+            self._take_back_ended()
             self._given[number] = self._give(self._description, number)
         given = self._given[number]
         return None if given is None else Place(given.key, offset)
 
     def close(self) -> None:
         """Take the rings back."""
-        for given in self._given.values():
-            if given is not None:
-                given.close()
-        self._given.clear()
+        for number in list(self._given):  # `find` may still run
+            self._take_back(number)
+
+    def _take_back_ended(self) -> None:
+        """Take back the rings of workers that have ended. No payload is in them, so the store needs them no more."""
+        for number in list(self._given):
+            if not self._rings.has(number):
+                self._take_back(number)
+
+    def _take_back(self, number: int) -> None:
+        given = self._given.pop(number, None)
+        if given is not None:
+            given.close()
 
     def _give(self, description: store_pb2.DescribeStoreResponse, number: int) -> GivenMemory | None:
         try:

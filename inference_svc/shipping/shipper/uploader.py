@@ -142,16 +142,22 @@ class Uploader:
                 self._unacked = self._outbox.end_stream()
 
     def _messages(self, stream: int, shared: SharedRings) -> Iterator[bytes]:
-        """Yield a stream's messages. Runs on gRPC's thread, which waits here while no parcel can be sent."""
-        while (following := self._outbox.wait_for_next(stream)) is not None:
-            target_bytes = following.target_bytes(shared)
-            if following.num_bytes > target_bytes:
-                self._outbox.split(following, target_bytes)
-            taken = self._outbox.take(stream)
-            if taken is None:
-                return
-            number, parcel = taken
-            yield parcel.encode(number, shared)
+        """Return a stream's messages. They are taken on gRPC's thread, which waits here while no parcel can be sent."""
+        return iter(lambda: self._next_message(stream, shared), None)
+
+    def _next_message(self, stream: int, shared: SharedRings) -> bytes | None:
+        # Not a generator: while it waited, its variables would keep a parcel, and so the ring of an ended worker.
+        following = self._outbox.wait_for_next(stream)
+        if following is None:
+            return None
+        target_bytes = following.target_bytes(shared)
+        if following.num_bytes > target_bytes:
+            self._outbox.split(following, target_bytes)
+        taken = self._outbox.take(stream)
+        if taken is None:
+            return None
+        number, parcel = taken
+        return parcel.encode(number, shared)
 
     def _settle(self, all_settled: list[Settled]) -> None:
         for settled in all_settled:
