@@ -181,6 +181,27 @@ def test_directions_are_made_from_two_lists_of_prompts(page, endpoint, tmp_path)
     assert list(own.parent.iterdir()) == [own]  # a file of the user stays
 
 
+def test_a_direction_is_of_the_rows_that_the_form_names(page, endpoint, tmp_path):
+    sides = {"positive": ["a bb ccc", "dd eee"], "negative": ["a", "b"]}
+    made = {}
+    for positions in ("last_prompt", "prompt"):
+        body = {"name": positions, "positions": positions, **sides}
+        assert page.events("direction/make", body)[-1][0] == "made"
+        made[positions] = residuum.Directions.load(tmp_path / f"gallery/{positions}.safetensors")
+        assert made[positions].origin.positions == positions
+    means = []
+    with residuum.Client(endpoint) as client:
+        for side in sides.values():
+            replies = client.generate_many(side, max_tokens=0, capture=residuum.Capture(positions="prompt"))
+            examples = [acts[2].mean(axis=0, dtype=np.float64) for acts in client.activations(replies)]
+            means.append(np.mean(examples, axis=0))
+            client.delete(replies)
+    assert (made["prompt"][2].values - (means[0] - means[1])).tolist() == pytest.approx([0] * HIDDEN, abs=1e-6)
+    # The last position is 2, 1 against 0, 0; the mean of the positions is 1, 1 / 2 against 0, 0.
+    assert made["last_prompt"][2].values[3] == pytest.approx(3 / 2)
+    assert made["prompt"][2].values[3] == pytest.approx(3 / 4)
+
+
 @pytest.mark.parametrize(
     "changes",
     [{"name": "../x"}, {"positive": []}, {"positive": "a"}, {"negative": [1]}, {"method": "magic"}, {"layers": "x"}],

@@ -23,6 +23,7 @@ from residuum.ui.separation import separations
 from residuum.values.captures.activations import Activations
 from residuum.values.captures.capture import Capture
 from residuum.values.probes.probe import Probe
+from residuum.values.selections.layers_and_positions import PositionsLike
 from residuum.values.tensors.vector import Vector
 
 if TYPE_CHECKING:
@@ -57,7 +58,8 @@ async def make(request: Request) -> Response:
     if method not in _METHODS:
         raise invalid(f"There is no method {method!r}. Choose among {', '.join(_METHODS)}.")
     sides = [_prompts(body, side) for side in ("positive", "negative")]
-    capture = Capture(layers=body.get("layers") or "all", positions=body.get("positions") or "last_prompt")
+    positions = body.get("positions") or "last_prompt"
+    capture = Capture(layers=body.get("layers") or "all", positions=positions)
 
     prompts = [prompt for side in sides for prompt in side]
     asked = [[{"role": "user", "content": prompt}] for prompt in prompts] if body.get("chat") else prompts
@@ -74,7 +76,7 @@ async def make(request: Request) -> Response:
                 yield "progress", {"done": done, "total": len(prompts)}
             acts = await client.activations(names)
             positive, negative = acts[: len(sides[0])], acts[len(sides[0]) :]
-            directions, notes = await asyncio.to_thread(_compute, str(method), positive, negative)
+            directions, notes = await asyncio.to_thread(_compute, str(method), positive, negative, positions)
             notes["prompts"] = {"positive": sides[0], "negative": sides[1]}
             gallery.save(name, directions, notes)
         yield "made", {"name": name}
@@ -216,9 +218,9 @@ def _prompts(body: dict[str, Any], side: str) -> list[str]:
 
 
 def _compute(
-    method: str, positive: Sequence[Activations], negative: Sequence[Activations]
+    method: str, positive: Sequence[Activations], negative: Sequence[Activations], positions: PositionsLike
 ) -> tuple[Directions, dict[str, Any]]:
-    directions = _METHODS[method](positive, negative)
+    directions = _METHODS[method](positive, negative, positions=positions)
     return directions, {"separation": separations(positive, negative, directions.layers)}
 
 

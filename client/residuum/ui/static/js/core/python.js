@@ -16,6 +16,16 @@ export function connect({ endpoint, store }) {
 
 export const loadDirection = (name, gallery) => `residuum.Directions.load(${literal(`${gallery}/${name}.safetensors`)})`;
 
+const promptsOf = (form, prompts) => (form.chat === "1" ? prompts.map((content) => [{ role: "user", content }]) : prompts);
+
+// A direction from two lists of prompts.
+export const makeCode = ({ form, given, about }) => `${connect(about)}
+what = residuum.Capture(layers="all", positions=${literal(form.positions)})
+positive = client.generate_many(${literal(promptsOf(form, given.positive))}, max_tokens=0, capture=what)
+negative = client.generate_many(${literal(promptsOf(form, given.negative))}, max_tokens=0, capture=what)
+direction = residuum.directions.${form.method}(client.activations(positive), client.activations(negative), positions=${literal(form.positions)})
+direction.save(${literal(`${form.name || "direction"}.safetensors`)})`;
+
 // The values that a view shows, of one capture or of several with the same choices.
 export function measureCode({ chosen, ids, about, gallery }) {
   const { site, sequence, asked } = chosen;

@@ -4,7 +4,7 @@ import { get, post, stream, upload, url } from "../core/api.js";
 import { saveCsv } from "../core/download.js";
 import { number, oneLine, runs } from "../core/format.js";
 import { useKept, useLoaded } from "../core/hooks.js";
-import { connect, literal, loadDirection } from "../core/python.js";
+import { connect, literal, loadDirection, makeCode } from "../core/python.js";
 import { link } from "../core/route.js";
 import { Facts, Field, Problem, Python, Select } from "../parts/basics.js";
 import { Plot } from "../parts/plot.js";
@@ -80,17 +80,8 @@ function Make({ onMade, about }) {
     </div>
     ${progress && html`<p role="status"><progress max=${progress.total} value=${progress.done} aria-label="Prompts that are done"></progress> ${progress.done} of ${progress.total} prompts</p>`}
     <${Problem} error=${error} />
-  </form><${Python} code=${makeCode(form, given, about)} />`;
+  </form><${Python} code=${makeCode({ form, given, about })} />`;
 }
-
-const promptsOf = (form, prompts) => (form.chat === "1" ? prompts.map((content) => [{ role: "user", content }]) : prompts);
-
-const makeCode = (form, given, about) => `${connect(about)}
-what = residuum.Capture(layers="all", positions=${literal(form.positions)})
-positive = client.generate_many(${literal(promptsOf(form, given.positive))}, max_tokens=0, capture=what)
-negative = client.generate_many(${literal(promptsOf(form, given.negative))}, max_tokens=0, capture=what)
-direction = residuum.directions.${form.method}(client.activations(positive), client.activations(negative))
-direction.save(${literal(`${form.name || "direction"}.safetensors`)})`;
 
 function Upload({ onMade }) {
   const [form, setForm] = useState({ name: "", layer: "", file: null });
