@@ -53,6 +53,11 @@ def _probe(gallery: Gallery, manifest: Manifest, site: str, name: str, asked: Ma
             f"The probe {name} reads {len(probe.places)} places, and a view shows the rows of one. Score the rows in "
             "Python: probe.score(...)."
         )
+    if probe.attention is not None:
+        raise invalid(
+            f"The probe {name} has attention: its score at a token depends on all rows before, and a view scores each "
+            "row alone. Score all rows in Python, probe.score(acts[layer]), or give the probe to a request: probes=."
+        )
     if probe.site != site:
         raise invalid(f"The probe {name} reads rows of the site {probe.site}, but these are of {site}.")
     if not at_all_layers and probe.layer not in manifest.layers_at(site):

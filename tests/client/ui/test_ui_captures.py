@@ -135,6 +135,20 @@ def test_scores_of_a_probe_are_those_of_its_layer_or_of_all(page, capture, tmp_p
     assert "reads 2 places" in page("grid", **asked)[1]["message"]
 
 
+def test_scores_of_an_attention_probe_are_refused(page, peer, capture, tmp_path):
+    """They depend on all rows before, but views score chunks of rows, or one row."""
+    (tmp_path / "gallery").mkdir(exist_ok=True)
+    probe = residuum.Probe.from_attention(np.ones((2, HIDDEN)), np.ones((2, HIDDEN)), layer=2)
+    probe.save(tmp_path / "gallery" / "lie.safetensors")
+    assert [item["attention"] for item in page("directions")["probes"]] == [True]
+    asked = {"id": capture.manifest.capture_id, "measure": "probe", "probe": "lie"}
+    for path, more in (("grid", {}), ("grid", {"from": "all"}), ("row", {"layer": 2, "position": 1})):
+        code, error = page(path, **asked, **more)
+        assert (code, "probe.score(acts[layer])" in error["message"]) == (400, True)
+    ((name, data),) = page.events("live", {"captures": [asked]})
+    assert (name, "has attention" in data["message"]) == ("problem", True)
+
+
 @pytest.mark.parametrize(
     ("activation", "extra"), [("relu", {}), ("jumprelu", {"threshold": 0.7}), ("topk", {"active": 2})]
 )

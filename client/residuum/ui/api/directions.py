@@ -194,7 +194,7 @@ def _probe(gallery: Gallery, name: str) -> dict[str, Any]:
         "site": ", ".join(dict.fromkeys(site for site, _ in places)),
         "width": probe.width, "activation": probe.activation,
         "outputs": list(probe.output_names) or [str(index) for index in range(probe.num_outputs)],
-        "mlp": len(probe.mlp),
+        "mlp": len(probe.mlp), "attention": probe.attention is not None,
     }  # fmt: skip
 
 

@@ -149,9 +149,10 @@ function Probe({ probe, about, folder, onChanged }) {
   const code = `${connect(about)}probe = residuum.Probe.load(${literal(`${folder}/${name}.safetensors`)})\nfor delta in client.stream("Once upon a time", probes=[probe], max_tokens=8):\n    print(delta.text, delta.scores)`;
   return html`<section class="panel" aria-label="Probe"><div class="head"><h2>${name}</h2></div>
       <${Problem} error=${problem && new Error(problem)} />
-      ${!problem && html`<${Facts} facts=${[["Kind", probe.mlp ? `probe, an MLP of ${probe.mlp + 1} layers` : "linear probe"], ["Layer", probe.layer], ["Site", probe.site], ["Elements", probe.width],
+      ${!problem && html`<${Facts} facts=${[["Kind", probe.attention ? "attention probe" : probe.mlp ? `probe, an MLP of ${probe.mlp + 1} layers` : "linear probe"], ["Layer", probe.layer], ["Site", probe.site], ["Elements", probe.width],
         ["Outputs", probe.outputs.length > 1 ? probe.outputs.map(oneLine).join(", ") : "1"], ["Activation", probe.activation ?? "none"]]} />
-      <p class="soft small">Open a capture and choose the measure <em>Score of a probe</em> to see what it reads.</p>`}
+      <p class="soft small">${probe.attention ? html`Captures do not show its scores, because each depends on all rows before. Use the code below, or score the rows of a capture in Python.`
+        : html`Open a capture and choose the measure <em>Score of a probe</em> to see what it reads.`}</p>`}
     </section>${!problem && html`<${Python} code=${code} />`}<${Manage} name=${name} onChanged=${onChanged} />`;
 }
 
