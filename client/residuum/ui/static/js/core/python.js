@@ -64,7 +64,7 @@ export function operationCode(operation) {
   const given = numbers.map((name) => `${name}=${operation[name]}`).join(", ");
   if (operation.from) {
     const kind = operation.kind[0].toUpperCase() + operation.kind.slice(1);
-    return `[residuum.${kind}(${vector}, layers=${layers || literal("all")}, ${given}${phase})]`;
+    return `[residuum.${kind}(${vector}, layers=${layers || literal("all")}, ${given}${phase}, site=${operation.variable}.steering_site)]`;
   }
   return `${vector}.${operation.kind}(${given}${layers && `, layers=${layers}`}${phase})`;
 }
