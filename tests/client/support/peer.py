@@ -128,6 +128,7 @@ class Script:
     stated_dtype: int = 0  # what GetModelInfo has instead
     default_encoding: int = capture_pb2.ENCODING_RAW
     places: Callable | None = None  # returns a context for the time that a generation runs, which may refuse it
+    may_rule_steer: bool = False  # refuse updatable requests, as with an operator's rule that steers
     is_old: bool = False  # an older service, which reports neither its clock nor its check of the store
 
 
@@ -352,6 +353,10 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
     def _check(self, spec):
         if spec.model not in ("", "peer"):
             raise Failure(Reason.ERROR_REASON_UNKNOWN_MODEL, "Here is peer.", model=spec.model, serving="peer")
+        if self.script.may_rule_steer and spec.steering.updatable:
+            raise Failure(
+                Reason.ERROR_REASON_INVALID_FIELD, "The operator's rules may steer.", field="steering.updatable"
+            )
         if spec.HasField("capture"):
             if not self.store_endpoint:
                 raise Failure(Reason.ERROR_REASON_STORE_UNREACHABLE, "No store at nowhere:1.", endpoint="nowhere:1")

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("starlette")
 
 import residuum
+from residuum.rpc.errors import Failure, Reason
 from tests.client.support.peer import HIDDEN
 from tests.client.support.peer import row as peer_row
 from tests.client.ui.ui_page import Page
@@ -137,6 +138,24 @@ def test_the_steering_changes_while_it_generates(page, peer):
         pass
     assert event[0] == "finished"
     assert page("steer", {"id": running.id, "operations": []})[0] == 404
+
+
+def test_with_an_operators_rule_that_steers_the_steering_is_fixed(page, peer):
+    body = {"prompt": "a bb", "id": "ruled", "operations": [operation()], "sampling": {"max_tokens": 2}}
+    peer.script.may_rule_steer = True
+    events = page.events("generate", body)
+    assert [name for name, _ in events] == ["started", "token", "token", "finished"]
+    assert (events[0][1]["id"], events[0][1]["updatable"]) == ("ruled", False)
+    asked = [request.spec for request in peer.requests if hasattr(request, "spec")]
+    assert [len(spec.steering.operations) for spec in asked[-2:]] == [1, 1]
+    peer.script.may_rule_steer = False
+    assert page.events("generate", {**body, "id": "free"})[0][1]["updatable"] is True
+
+
+def test_other_refusals_are_the_answer(page, peer):
+    peer.script.failures = [Failure(Reason.ERROR_REASON_INVALID_FIELD, "No.", field="sampling.seed")]
+    assert page("generate", {"prompt": "a"})[0] == 400
+    assert peer.calls.count("Generate") == 1
 
 
 def test_stop_ends_the_request(page, peer):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from residuum.exceptions import InvalidRequest
 from residuum.ui.answers import Event, body_of, event_stream, invalid
 from residuum.ui.operations import operations_of
 from residuum.values.captures.capture import Capture
@@ -24,19 +26,29 @@ _LIVE_FLUSH = 4
 
 
 async def generate(request: Request) -> Response:
-    """Generate, and stream "started", "token" and "finished". If the page goes away, the request stops."""
+    """Generate, and stream "started", "token" and "finished". If the page goes away, the request stops.
+
+    "started" has `updatable`: whether `steer` can change the steering. It cannot if an operator's rule may steer.
+    """
     client: AsyncClient = request.app.state.client
     body = await body_of(request)
-    stream = client.stream(
+    make = partial(
+        client.stream,
         prompt_of(body),
         capture=_capture_of(body.get("capture")),
         steer=operations_of(body.get("operations", []), request.app.state.gallery) or None,
         request_id=body.get("id") or None,
-        updatable=True,
         **sampling_of(body.get("sampling", {})),
     )
-    await stream.open()  # so that a refusal is the answer, with its status code
-    return event_stream(_events(stream))
+    stream, updatable = make(updatable=True), True
+    try:
+        await stream.open()  # so that a refusal is the answer, with its status code
+    except InvalidRequest as error:
+        if error.metadata.get("field") != "steering.updatable":
+            raise
+        stream, updatable = make(), False
+        await stream.open()
+    return event_stream(_events(stream, updatable=updatable))
 
 
 async def steer(request: Request) -> Response:
@@ -100,11 +112,11 @@ def _capture_of(given: Any) -> Capture | None:
     )
 
 
-async def _events(stream: AsyncStream) -> AsyncIterator[Event]:
+async def _events(stream: AsyncStream, *, updatable: bool) -> AsyncIterator[Event]:
     begun = time.monotonic()
     async with stream:
         prompt_tokens = len(stream.started.prompt_token_ids)
-        yield "started", {"id": stream.request_id, "prompt_tokens": prompt_tokens}
+        yield "started", {"id": stream.request_id, "prompt_tokens": prompt_tokens, "updatable": updatable}
         position = prompt_tokens
         async for delta in stream:
             yield "token", {"text": delta.text, "ids": delta.token_ids, "position": position}

@@ -11,7 +11,7 @@ import { Operations, sent } from "./operations.js";
 import { title } from "./choices.js";
 
 const controls = new Map(); // index -> what ends the running generation; it goes on while another view is shown
-const IDLE = { status: "idle", id: "", tokens: [], marks: [], promptTokens: 0, steering: "", error: null, result: null };
+const IDLE = { status: "idle", id: "", tokens: [], marks: [], promptTokens: 0, updatable: true, steering: "", error: null, result: null };
 
 // A generation: its state, and functions that start it, stop it and change its steering.
 export function useGeneration(index) {
@@ -33,7 +33,7 @@ export function useGeneration(index) {
       update((before) => ({ ...before, tokens: [...before.tokens, ...fresh] }));
     };
     const onEvent = (name, data) => {
-      if (name === "started") update((before) => ({ ...before, id: data.id, promptTokens: data.prompt_tokens }));
+      if (name === "started") update((before) => ({ ...before, id: data.id, promptTokens: data.prompt_tokens, updatable: data.updatable }));
       if (name === "token") arrived.push({ text: data.text, position: data.position });
       if (name === "token" && !frame) frame = requestAnimationFrame(flush);
       if (name === "finished") { flush(); update((before) => ({ ...before, result: data })); }
@@ -76,9 +76,10 @@ export function Column({ column, directions, onChange, generation, capture, meas
   const isAtEnd = useRef(true);
   useEffect(() => { if (isAtEnd.current) text.current.scrollTop = text.current.scrollHeight; }, [state.tokens, state.marks]);
   const scrolled = ({ target }) => { isAtEnd.current = target.scrollHeight - target.scrollTop - target.clientHeight < 30; };
+  const isFixed = state.status === "running" && !state.updatable;
   const change = (operations) => {
     onChange({ ...column, operations });
-    if (state.status !== "running" || !state.id) return;
+    if (state.status !== "running" || !state.id || isFixed) return;
     clearTimeout(timer.current); // a slider moves through many values
     timer.current = setTimeout(() => steer(operations.map(sent), describe(operations)), 200);
   };
@@ -86,7 +87,8 @@ export function Column({ column, directions, onChange, generation, capture, meas
     <div class="head"><h2>${column.name}</h2>${state.status !== "idle" && html`<${Badge} kind=${STATUS[state.status]}>${state.status}<//>`}
       <div class="tools">${state.status === "running" && html`<button onClick=${generation.stop}>Stop</button>`}
       ${state.id && capture && html`<a class="button" href=${link("capture", { id: state.id })}>Open capture</a>`}</div></div>
-    <div>${column.canSteer && html`<${Operations} operations=${column.operations} directions=${directions} onChange=${change} />`}</div>
+    <div>${column.canSteer && html`<fieldset class="whole" disabled=${isFixed}><${Operations} operations=${column.operations} directions=${directions} onChange=${change} /></fieldset>
+      ${isFixed && html`<p class="soft small">A rule of the operator may steer this reply, so its steering cannot change while it runs.</p>`}`}</div>
     <div><div class="text" ref=${text} onScroll=${scrolled} tabindex="0" aria-label=${`Text of ${column.name}`} aria-live="off" role="group">${texts(state)}</div>
       <${Problem} error=${state.error} />
       ${state.steering && html`<p class="soft small">Started with ${state.steering}</p>`}
