@@ -8,7 +8,9 @@ pytest.importorskip("starlette")
 import residuum
 from residuum.ui.api.grids import _tiles
 from residuum.ui.measures import Grid
+from residuum.v1 import steering_pb2
 from tests.client.support.peer import HIDDEN, LAYERS
+from tests.client.ui.page_script import called
 from tests.client.ui.ui_page import Page, array
 
 HOSTILE = "<img src=x onerror=alert(1)>\"'&\u202e"
@@ -73,6 +75,26 @@ def test_a_capture_is_described_with_its_tokens(page, capture):
     assert tokens["ids"][:8] == capture.select(sequence=1).token_ids.tolist()
     assert page("capture", id="nobody")[0] == 404
     assert page("capture", id="")[0] == 400
+
+
+def test_a_change_of_the_steering_names_only_the_sequences_that_it_is_for(page, peer, endpoint):
+    """A change by a rule is for one sequence."""
+    peer.changes["ruled"] = [
+        steering_pb2.SteeringChange(first_positions=[2**32 - 1, 5], rule="calm"),
+        steering_pb2.SteeringChange(first_positions=[7, 6]),
+    ]
+    with residuum.Client(endpoint) as client:
+        what = residuum.Capture(layers=[0])
+        client.manifest(client.generate("a bb", max_tokens=6, n=2, capture=what, request_id="ruled"), wait=True)
+        assert [change["first"] for change in page("capture", id="ruled")["changes"]] == [[None, 5], [7, 6]]
+        client.delete("ruled")
+
+
+@pytest.mark.parametrize(
+    ("first", "text"), [([5], "5"), ([5, 7], "5, 7"), ([None, 5], "5 of sequence 1"), ([None, None], "")]
+)
+def test_the_page_names_the_sequence_of_a_change(first, text):
+    assert called("core/format.js", "firstPositions", first) == text
 
 
 @pytest.mark.parametrize("sequence", [0, 1])

@@ -12,9 +12,10 @@ from starlette.responses import JSONResponse, Response
 from residuum.exceptions import NoMessageSpans, NoTokenTexts
 from residuum.ui.answers import body_of, invalid, whole_number
 from residuum.values.captures.manifest import Manifest
-from residuum.values.captures.manifest_records import SteeringRecord
+from residuum.values.captures.manifest_records import SteeringChange, SteeringRecord
 from residuum.values.replies.capture_summaries import CaptureSummary
 from residuum.wire.labels import read_value
+from residuum.wire.probes.rules import NEVER
 
 if TYPE_CHECKING:
     from residuum.aio import AsyncClient
@@ -49,7 +50,7 @@ async def describe(request: Request) -> Response:
             "sequences": _sequences(manifest), "rows": manifest.num_rows, "bytes": manifest.num_bytes,
             "steering": [_operation(item) for item in manifest.steering],
             "changes": [
-                {"first": change.first_positions, "steering": [_operation(item) for item in change.steering]}
+                {"first": _firsts(change), "steering": [_operation(item) for item in change.steering]}
                 for change in manifest.steering_changes
             ],
             "opened": _milliseconds(manifest.open_time), "ended": _milliseconds(manifest.end_time),
@@ -133,6 +134,11 @@ def _sequences(manifest: Manifest) -> list[dict[str, Any]]:
         }
         for index in range(count)
     ]
+
+
+def _firsts(change: SteeringChange) -> list[int | None]:
+    """Return the first position of each sequence; None: the change is not for it."""
+    return [None if first == NEVER else first for first in change.first_positions]
 
 
 def _operation(item: SteeringRecord) -> dict[str, Any]:

@@ -47,6 +47,12 @@ export function runs(numbers) {
   return parts.map(([first, last]) => (first === last ? `${first}` : `${first}-${last}`)).join(", ");
 }
 
+// Where a change of the steering begins: a position for each sequence, or null if the change is not for it.
+export function firstPositions(first) {
+  if (!first.includes(null)) return first.join(", ");
+  return first.flatMap((position, index) => (position === null ? [] : `${position} of sequence ${index}`)).join(", ");
+}
+
 // The whole number of at least 0 that a text is; null if it is none.
 export const wholeNumber = (text) => (/^\d{1,9}$/.test(text ?? "") ? Number(text) : null);
 

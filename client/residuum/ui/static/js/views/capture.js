@@ -1,7 +1,7 @@
 // One capture: what it is, its heat map and text, and the row that is chosen.
 import { html, useState } from "../core/lib.js";
 import { get, post } from "../core/api.js";
-import { bytes, count, number, oneLine, plain, runs, time } from "../core/format.js";
+import { bytes, count, firstPositions, number, oneLine, plain, runs, time } from "../core/format.js";
 import { useLoaded, usePoll } from "../core/hooks.js";
 import { measureCode } from "../core/python.js";
 import { link } from "../core/route.js";
@@ -82,7 +82,7 @@ function About({ manifest }) {
     ["Rows", `${count(manifest.rows)}, ${bytes(manifest.bytes)}`], ["Encoding", `${manifest.encoding}, ${manifest.dtype}`],
     ["Reduction", manifest.reduction === "none" ? "" : manifest.reduction],
     ["Steering", operations(manifest.steering)],
-    ...manifest.changes.map((change) => [`From position ${change.first.join(", ")}`, operations(change.steering) || "no steering"]),
+    ...manifest.changes.map((change) => [`From position ${firstPositions(change.first)}`, operations(change.steering) || "no steering"]),
   ]} />`;
 }
 
