@@ -35,7 +35,7 @@ class AsyncSearchClient(AsyncCaptureClient):
         *,
         layer: int,
         k: int = 50,
-        site: str = "resid_post",
+        site: str | None = None,
         measure: Literal["projection", "cosine"] = "projection",
         order: Literal["most", "least", "absolute"] = "most",
         per_capture: int | None = None,
@@ -58,7 +58,8 @@ class AsyncSearchClient(AsyncCaptureClient):
                 normalized.
             layer: The layer.
             k: The most tokens to return, up to 10,000.
-            site: The site.
+            site: The site. By default that of `Directions`, otherwise "resid_post". `Directions` of z, mlp_act or
+                another site beside the residual stream can be searched for only at their own site.
             measure: "projection": the dot product of row and vector. "cosine": the cosine of their angle.
             order: "most": the largest scores. "least": the smallest, negative ones first. "absolute": the largest
                 absolute values.

@@ -9,7 +9,7 @@ from typing import Any
 import residuum
 from residuum.cli.captures import add_filter
 from residuum.cli.connection import open_client
-from residuum.cli.generation.steering import POSITIONS_HELP, vector_at
+from residuum.cli.generation.steering import POSITIONS_HELP, load
 from residuum.cli.output import Output
 from residuum.cli.parser import positive_count
 
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--layer", type=int, required=True, metavar="LAYER", help="the layer (default: none, it must be given)"
     )
-    parser.add_argument("--site", default="resid_post", metavar="SITE", help="the site (default: resid_post)")
+    parser.add_argument("--site", metavar="SITE", help="the site (default: that of the directions, or resid_post)")
     parser.add_argument(
         "-k", "--k", type=positive_count, default=20, metavar="K", help="at most this many tokens (default: 20)"
     )
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, output: Output) -> int:
     """Print the tokens whose rows project most onto a vector."""
-    vector = vector_at(options.vector, options.layer)
+    vector = load(options.vector)
     with open_client(options) as client:
         found = client.search(
             vector,

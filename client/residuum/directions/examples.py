@@ -20,6 +20,7 @@ from residuum.values.selections.layers_and_positions import (
     layer_list,
     selects_all,
 )
+from residuum.values.selections.points import BESIDE_THE_STREAM
 from residuum.wire.selection import expected_rows, to_ranges, wanted_positions
 
 ExampleSet = Union[Mapping[int, npt.ArrayLike], Iterable[Mapping[int, npt.ArrayLike]]]  # noqa: UP007 - as elsewhere
@@ -27,8 +28,6 @@ ExampleSet = Union[Mapping[int, npt.ArrayLike], Iterable[Mapping[int, npt.ArrayL
 
 DEFAULT_POSITIONS: Literal["last_prompt"] = "last_prompt"
 
-_BESIDE_THE_STREAM = {"q", "k", "v", "q_pre", "k_pre", "z", "mlp_act", "router_logits", "routing_weights"}
-"""Sites whose rows are of another kind than the residual stream, even if they are as wide."""
 _BATCH = 16
 """Examples of a plain mapping that are converted to float64 at once: 84 MB with 80 layers of 8192 elements."""
 
@@ -135,7 +134,7 @@ class ExampleReader:
             raise not_complete(manifest)
         self._check_facts(_Facts(name, _model_of(manifest), acts.site, _steering(manifest)))
         self._check_layers(name, acts.layers)
-        if acts.site in _BESIDE_THE_STREAM:
+        if acts.site in BESIDE_THE_STREAM:
             raise InvalidRequest(
                 f"{name}: its rows at {acts.site} are not in the space of the residual stream, so a direction cannot "
                 "be made from them. Select another site of the capture.",

@@ -312,6 +312,16 @@ def test_a_gate_is_chosen_on_the_command_line(cli, peer, tmp_path, monkeypatch):
     assert len(every.layer_digests) == 4
 
 
+def test_a_gate_of_one_direction_is_for_its_site(cli, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    np.save("joy.npy", np.ones(HIDDEN, np.float32))
+    residuum.Directions({1: np.ones(HIDDEN)}, origin=Origin(site="z")).save("z.safetensors")
+    code, _, err = cli("generate", "a", "--add", "joy.npy@1", "--gate", "z.safetensors:3")
+    assert code == 1
+    assert "for the site z" in err
+    assert cli("generate", "a", "--add", "z.safetensors@1", "--gate", "z.safetensors:3")[0] == 0
+
+
 @pytest.mark.parametrize(
     ("gate", "told"),
     [

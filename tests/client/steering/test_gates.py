@@ -80,6 +80,21 @@ def test_directions_are_a_gate_at_the_layers_where_the_operation_applies():
     assert layers("z") == [2]
 
 
+def test_directions_are_no_gate_for_rows_of_another_kind():
+    def made(site):
+        return residuum.Directions({2: REFUSAL}, origin=Origin(site=site))
+
+    for own, site in (("z", "resid_post"), ("z", "mlp_act"), ("resid_post", "z"), ("mlp_act", "mlp_out")):
+        with pytest.raises(residuum.InvalidRequest, match=f"for the site {own}. Rows of {site}.*the same site"):
+            residuum.Add(JOY, layer=2, site=site, gate=residuum.Gate(made(own)))
+    for own, site in (("z", "z"), ("resid_post", "mlp_out"), ("attn_out", "resid_post"), ("mlp_act", "mlp_act")):
+        assert residuum.Add(JOY, layer=2, site=site, gate=residuum.Gate(made(own))).gate.vectors == (REFUSAL,)
+    with pytest.raises(residuum.InvalidRequest, match="for the site z"):
+        residuum.Add(made("resid_post"), gate=residuum.Gate(made("z")))
+    assert residuum.Add(made("z"), gate=residuum.Gate(made("z"))).site == "z"
+    assert residuum.Add(JOY, layer=2, gate=residuum.Gate(dict(made("z")))).gate.vectors == (REFUSAL,)
+
+
 BAD = {
     "vector": (lambda: residuum.Gate([1.0, 2.0]), TypeError, "create one with Vector.from_array"),
     "zero": (lambda: residuum.Gate(ZERO), residuum.BadVector, "its vector is zero"),

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import residuum
+from residuum.directions.values import Origin
 from residuum.protocol.captures.searching import SearchAnswer, merged
 from residuum.v1 import store_pb2
 from tests.client.support.flaky_store import Unknown
@@ -70,6 +71,30 @@ async def test_vectors_of_every_kind(client, made, vector):
     assert by_array == await client.search(vector.tolist(), layer=1, prefix=made)
     with pytest.raises(residuum.InvalidRequest, match="no direction for layer 2"):
         await client.search(residuum.Directions({1: vector}), layer=2, prefix=made)
+
+
+async def test_directions_are_searched_for_at_their_own_site(client, vector):
+    name = f"s{uuid.uuid4().hex}"
+    sites = ["z", "attn_out", "resid_post"]
+    reply = await client.generate(
+        "a bb", max_tokens=3, request_id=name, capture=residuum.Capture(layers=[1], sites=sites)
+    )
+    await client.manifest(reply, wait=True)
+
+    def made(site):
+        return residuum.Directions({1: vector}, origin=Origin(site=site))
+
+    async def scores(vector, **where):
+        return [hit.score for hit in await client.search(vector, layer=1, captures=[name], **where)]
+
+    by_site = {site: await scores(vector, site=site) for site in sites}
+    assert by_site["z"] != by_site["resid_post"] != by_site["attn_out"]
+    for site in sites:
+        assert await scores(made(site)) == await scores(made(site), site=site) == by_site[site]
+    assert await scores(made("resid_post"), site="attn_out") == by_site["attn_out"]
+    for own, other in (("z", "resid_post"), ("resid_post", "z"), ("z", "mlp_act")):
+        with pytest.raises(residuum.InvalidRequest, match=f"for the site {own}. Rows of {other} are of another kind"):
+            await scores(made(own), site=other)
 
 
 async def test_filters_and_limits(client, made, vector):
@@ -207,5 +232,12 @@ def test_the_command_line(cli, endpoint, made, vector, tmp_path):
     code, _, err = cli("search", tmp_path / "d.safetensors", "--layer", 2)
     assert code == 1
     assert "no direction for layer 2" in err
+    residuum.Directions({1: vector}, origin=Origin(site="z")).save(tmp_path / "z.safetensors")
+    code, _, err = cli("search", tmp_path / "z.safetensors", "--layer", 1, "--prefix", made)
+    assert code == 1
+    assert "4 without the layer and site" in err
+    code, _, err = cli("search", tmp_path / "z.safetensors", "--layer", 1, "--site", "resid_post")
+    assert code == 1
+    assert "for the site z" in err
     code, _, err = cli("search", tmp_path / "v.npy", "--layer", 1, "--prefix", "no such")
     assert (code, err.count("\n")) == (1, 1)

@@ -12,9 +12,9 @@ from typing import Any
 import residuum
 from residuum.directions.files import saved_directions
 from residuum.values.selections.points import parse_point
-from residuum.values.steering.gates import MEASURES
+from residuum.values.steering.gates import MEASURES, SITE_ADVICE
 from residuum.values.steering.operations import Operation
-from residuum.values.tensors.vector import load_vectors
+from residuum.values.tensors.vector import load_vectors, rows_site
 
 POSITIONS_HELP = "all, prompt, generated, last_prompt, or positions and slices as in Python, such as -4: or 0,8:16"
 
@@ -90,27 +90,17 @@ def operations_of(options: argparse.Namespace) -> list[Operation]:
             "--steer-positions, --steer-site, --keep-norm and --gate need --add, --ablate, --cap, --replace, --set, "
             "--multiply or --clamp-feature; give both"
         )
+    gate, source = _gate(options.gate) if options.gate else (None, None)
     where = {
         "positions": options.steer_positions,
         "keep_norm": options.keep_norm,
         "site": options.steer_site,
-        "gate": _gate(options.gate) if options.gate else None,
+        "gate": gate,
     }
-    return [OPERATIONS[name](text, where) for name, text in options.steer]
-
-
-def vector_at(source: str, layer: int) -> residuum.Vector:
-    """Return the vector that VECTOR names; of directions, that of a layer.
-
-    Raises:
-        InvalidRequest: There is none.
-    """
-    found = _load(source)
-    if isinstance(found, residuum.Vector):
-        return found
-    if layer not in found:
-        raise residuum.InvalidRequest(f"{source} has no direction for layer {layer}; choose among {found.layers}.")
-    return found[layer]
+    operations = [OPERATIONS[name](text, where) for name, text in options.steer]
+    for operation in operations:
+        rows_site(source, operation.site, advice=SITE_ADVICE)
+    return operations
 
 
 def load_all(files: list[str]) -> dict[str, residuum.Vector]:
@@ -176,15 +166,17 @@ OPERATIONS: dict[str, Callable[[str, dict[str, Any]], Operation]] = {
 """Parses the argument of each steering flag. The second argument holds the fields that all operations share."""
 
 
-def _gate(text: str) -> residuum.Gate:
-    """Parse VECTOR:THRESHOLD,OPTION..."""
+def _gate(text: str) -> tuple[residuum.Gate, residuum.Vector | residuum.Directions]:
+    """Parse VECTOR:THRESHOLD,OPTION... Return the gate, and what VECTOR names."""
     source, colon, numbers = text.rpartition(":")
     if not source or not numbers:
         missing = "vector" if colon and not source else "threshold"
         raise residuum.InvalidRequest(f"--gate {text}: the {missing} is missing. Use VECTOR:THRESHOLD.")
     try:
         fields = _gate_fields(*numbers.split(","))
-        return residuum.Gate(_gate_vector(source), **fields)
+        found = _gate_vectors(source)
+        one = next(iter(found.values())) if isinstance(found, residuum.Directions) and len(found) == 1 else found
+        return residuum.Gate(one, **fields), found
     except ValueError as error:
         raise residuum.InvalidRequest(f"--gate {text}: {error}") from None
 
@@ -219,19 +211,15 @@ def _number(text: str, advice: str) -> float:
         raise ValueError(f"{text!r} is not a number. {advice}") from None
 
 
-def _gate_vector(source: str) -> residuum.Vector | residuum.Directions:
+def _gate_vectors(source: str) -> residuum.Vector | residuum.Directions:
     """Return the vector of a gate, or those of several layers: VECTOR, or VECTOR@LAYERS of saved Directions."""
     if "@" in source:
         placed = _placed(source)
         if "layers" in placed:
             raise residuum.InvalidRequest(f"{source}: only a file of Directions.save has layers; leave out @LAYERS.")
         directions: residuum.Directions = placed["vector"]
-    else:
-        found = _load(source)
-        if isinstance(found, residuum.Vector):
-            return found
-        directions = found
-    return next(iter(directions.values())) if len(directions) == 1 else directions
+        return directions
+    return load(source)
 
 
 _ROW = re.compile(r"(?P<request>[^/]+)/(?P<point>[^/]+)/(?P<position>-?\d+)")
@@ -265,15 +253,19 @@ def _placed(text: str) -> dict[str, Any]:
         raise residuum.InvalidRequest(f"{text!r} names no layers; use VECTOR@LAYERS, such as joy.npy@12.")
     if (stored := _ROW.fullmatch(source)) and not Path(source).exists():
         return {"vector": _stored_row(**stored.groupdict()), "layers": layers}
-    found = _load(source)
+    found = load(source)
     if isinstance(found, residuum.Directions):
         chosen = {layer: vector for layer, _, vector in found.placed(layers)}
         return {"vector": residuum.Directions(chosen, origin=found.origin)}
     return {"vector": found, "layers": layers}
 
 
-def _load(source: str) -> residuum.Directions | residuum.Vector:
-    """Return what VECTOR names."""
+def load(source: str) -> residuum.Directions | residuum.Vector:
+    """Return what VECTOR names.
+
+    Raises:
+        InvalidRequest: It names none of the vectors of the file.
+    """
     path, colon, name = source.rpartition(":")
     directions = None if colon else saved_directions(source)
     if directions is not None:

@@ -15,7 +15,7 @@ from residuum.values.captures.rows import check_one
 from residuum.values.replies.search import LEFT_OUT, SearchHit, SearchResult
 from residuum.values.selections.layers_and_positions import Positions, PositionsLike
 from residuum.values.selections.points import site_numbers
-from residuum.values.tensors.vector import Vector
+from residuum.values.tensors.vector import Vector, rows_site
 from residuum.wire.limits import MAX_CAPTURES_PER_READ, MAX_SEARCH_CONTEXT, MAX_SEARCH_HITS
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def search_request(
     *,
     layer: int,
     k: int,
-    site: str,
+    site: str | None,
     measure: str,
     order: str,
     per_capture: int | None,
@@ -51,10 +51,11 @@ def search_request(
     """Build the request of a search; see `Client.search`.
 
     Raises:
-        InvalidRequest: An argument is invalid.
+        InvalidRequest: An argument is invalid, or the site is not one of the directions.
         BadVector: The vector is not one, or is zero.
     """
-    check_one(layer, site)
+    check_one(layer, "resid_post" if site is None else site)
+    site = rows_site(vector, site)
     _check_choice("measure", measure, MEASURES)
     _check_choice("order", order, ORDERS)
     _check_number("k", k, 1, MAX_SEARCH_HITS)

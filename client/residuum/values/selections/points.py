@@ -20,6 +20,9 @@ SITES = {name.removeprefix("SITE_").lower(): site for name, site in capture_pb2.
 
 SITE_NAMES = {number: name for name, number in SITES.items()}
 
+BESIDE_THE_STREAM = frozenset({"q", "k", "v", "q_pre", "k_pre", "z", "mlp_act", "router_logits", "routing_weights"})
+"""Sites whose rows are of another kind than the residual stream, even if they are as wide."""
+
 Point = tuple[str, tuple[int, ...] | None]
 """A site and its layers; None for all layers."""
 

@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from residuum.exceptions import BadVector, InvalidRequest
 from residuum.v1 import steering_pb2
 from residuum.values.tensors.numbers import finite_float32
-from residuum.values.tensors.vector import LayerVectors, Vector, by_steered_layer
+from residuum.values.tensors.vector import LayerVectors, Vector, by_steered_layer, rows_site
 from residuum.wire.limits import MAX_DIRECTION_NORM, MIN_DIRECTION_NORM
 
 MEASURES = {
@@ -17,6 +17,9 @@ MEASURES = {
 """What a gate may measure, by name."""
 
 MEASURE_NAMES = {number: name for name, number in MEASURES.items()}
+
+SITE_ADVICE = "A gate measures the rows of its operation: give both the same site."
+"""What to do about a gate for rows of another kind than those of the operation."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class Gate:
 
     Attributes:
         vector: The vector, as long as the operation's rows; or one for each of the operation's layers, as
-            {layer: vector} or Directions.
+            {layer: vector} or Directions. Directions of "z" or "mlp_act" are only for operations at that site.
         threshold: The score above which the gate is open.
         bias: Added to the measure.
         sharpness: How fast the gate opens around the threshold, above 0; None: at once.
@@ -102,9 +105,14 @@ class Gate:
         return (self.vector,) if isinstance(self.vector, Vector) else tuple(self.vector.values())
 
     def at(self, site: str) -> Gate:
-        """Return the gate of an operation at a site: its vectors are by the layer of the operation."""
+        """Return the gate of an operation at a site: its vectors are by the layer of the operation.
+
+        Raises:
+            InvalidRequest: The gate has directions of a site whose rows are of another kind.
+        """
         if isinstance(self.vector, Vector):
             return self
+        rows_site(self.vector, site, advice=SITE_ADVICE)
         return replace(self, vector=LayerVectors(by_steered_layer(self.vector, site)[0]))
 
     def to_proto(self) -> steering_pb2.Gate:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from residuum.exceptions import BadVector, InvalidRequest
 from residuum.v1 import tensor_pb2
 from residuum.values.selections.layers_and_positions import layer_list
+from residuum.values.selections.points import BESIDE_THE_STREAM
 from residuum.wire.digests import vector_message
 
 FloatArray = npt.NDArray[np.float32]
@@ -156,6 +157,29 @@ def by_steered_layer(vectors: Mapping[int, _T], site: str | None) -> tuple[Mappi
     if placed is None or site not in {None, "resid_post"}:
         return vectors, site
     return {place: vector for _, place, vector in placed()}, site or vectors.steering_site  # type: ignore[attr-defined]
+
+
+def rows_site(vectors: object, site: str | None = None, *, advice: str = "") -> str:
+    """Return the site of the rows that are compared with vectors.
+
+    Args:
+        vectors: Anything. Only `Directions` have a site of their own.
+        site: The site of the rows. None: that of `Directions`, otherwise "resid_post".
+        advice: What to do about rows of another kind; by default, to choose the directions' site.
+
+    Raises:
+        InvalidRequest: Rows of this site are of another kind than those of the directions.
+    """
+    own = vectors.origin.site if hasattr(vectors, "placed") and hasattr(vectors, "origin") else None
+    if site is None:
+        return own or "resid_post"
+    if own not in {None, site} and BESIDE_THE_STREAM & {site, own}:
+        raise InvalidRequest(
+            f"The directions are for the site {own}. Rows of {site} are of another kind, even if they are as wide. "
+            f"{advice or f'Choose the site {own}.'}",
+            reason="INVALID_FIELD",
+        )
+    return site
 
 
 def load_vectors(path: str | os.PathLike[str]) -> dict[str, Vector]:
