@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from residuum.directions.values import Directions, Origin
-from residuum.exceptions import InvalidRequest, UnknownLayer
+from residuum.exceptions import InvalidRequest, UnknownLayer, UnknownSite
 from residuum.exports.tensor_files import read_safetensors, write_safetensors
 from residuum.rpc.extras import install_extra
 from residuum.values.selections.layers_and_positions import LayersLike
@@ -99,6 +99,12 @@ def _values(gguf: ModuleType, tensor: Any) -> npt.NDArray[Any]:
 def to_gguf(directions: Directions, path: _Path, layers: LayersLike | None, model_hint: str) -> None:
     """Write a control vector; see `Directions.to_gguf`."""
     placed = directions.placed(layers)
+    if directions.steering_site != "resid_post":
+        raise UnknownSite(
+            f"Directions of {directions.steering_site} cannot be written as GGUF: llama.cpp and repeng add them to the "
+            "residual stream. Use save().",
+            reason="UNKNOWN_SITE",
+        )
     if any(place == 0 for _, place, _ in placed):
         raise UnknownLayer(
             "llama.cpp cannot steer after layer 0, and refuses a file with a direction for it. Leave it out with "

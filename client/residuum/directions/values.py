@@ -380,6 +380,7 @@ class Directions(Mapping[int, Vector]):
         Raises:
             OSError: The file cannot be written.
             UnknownLayer: As for `add`; or a direction applies after layer 0, and llama.cpp would refuse the file.
+            UnknownSite: As for `add`; or the directions are of z or mlp_act, and these programs steer only the stream.
             ImportError: The package gguf is not installed.
         """
         from residuum.directions.files import to_gguf

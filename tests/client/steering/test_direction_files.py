@@ -196,6 +196,14 @@ def test_directions_that_llama_cpp_refuses_are_not_written(file):
     assert residuum.Directions.from_gguf(file).layers == (1,), "the stream before layer 2 is the one after layer 1"
 
 
+@pytest.mark.parametrize("site", ["z", "mlp_act"])
+def test_directions_beside_the_stream_are_not_written_for_programs_that_steer_only_the_stream(file, site):
+    with pytest.raises(residuum.UnknownSite, match=f"Directions of {site} cannot be written as GGUF"):
+        residuum.Directions({1: [1.0]}, origin=Origin(site=site)).to_gguf(file)
+    assert not file.exists()
+    residuum.Directions({1: [1.0]}, origin=Origin(site="attn_out")).to_gguf(file)
+
+
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_gguf_dtypes(file, dtype):
     write_gguf(file, {"direction.4": (np.array([1.5, -2, 0.25], dtype),)})
