@@ -9,6 +9,7 @@ from residuum.ui.answers import invalid, whole_number
 from residuum.ui.gallery import Gallery, layer_vectors
 from residuum.ui.measures import Feature, Measure, Norm, ProbeScore, Projection
 from residuum.values.captures.manifest import Manifest
+from residuum.values.tensors.vector import rows_site
 
 MEASURES = ("norm", "projection", "cosine", "probe", "feature")
 _SHOWN_FEATURES = 12
@@ -41,7 +42,9 @@ def chosen_measure(gallery: Gallery, manifest: Manifest, site: str, asked: Mappi
     key = (name, source, gallery.version(source), str(asked.get("from") or ""), str(asked.get("output") or ""))
     if name == "probe":
         return _probe(gallery, manifest, site, source, asked), key
-    vectors = layer_vectors(gallery.load(source), manifest.layers_at(site), str(asked.get("from") or ""))
+    directions = gallery.load(source)
+    rows_site(directions, site)
+    vectors = layer_vectors(directions, manifest.layers_at(site), str(asked.get("from") or ""))
     return Projection(vectors, is_cosine=name == "cosine"), key
 
 

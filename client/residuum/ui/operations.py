@@ -11,6 +11,7 @@ from residuum.ui.answers import invalid
 from residuum.ui.gallery import Gallery
 from residuum.values.selections.layers_and_positions import layer_list
 from residuum.values.steering.operations import Ablate, Add, Cap, Operation, Replace
+from residuum.values.tensors.vector import rows_site
 
 _PHASES = {"all": None, "prompt": "prompt", "generated": "generated"}
 _KINDS = {"add": ("scale",), "ablate": ("scale",), "cap": ("min", "max"), "replace": ("value",)}
@@ -47,7 +48,11 @@ def _operations(item: Mapping[str, Any], gallery: Gallery) -> list[Operation]:
     if from_layer:
         if not from_layer.isdecimal() or int(from_layer) not in directions:
             raise invalid(f"The direction has no layer {from_layer!r}. Choose among {list(directions.layers)}.")
-        shared |= {"vector": directions[int(from_layer)], "layers": layers, "site": directions.steering_site}
+        shared |= {
+            "vector": directions[int(from_layer)],
+            "layers": layers,
+            "site": rows_site(directions, directions.steering_site),
+        }
     else:
         shared["vector"] = _own(directions, layers)
     numbers = {name: _number(item, name) for name in _KINDS[kind]}
@@ -55,9 +60,9 @@ def _operations(item: Mapping[str, Any], gallery: Gallery) -> list[Operation]:
 
 
 def _own(directions: Directions, layers: str) -> Directions:
-    """Return the directions of some layers, at the layers after which they apply."""
+    """Return the directions of some layers."""
     placed = directions.placed(None if layers == "all" else layer_list(layers))
-    return Directions({place: vector for _, place, vector in placed}, origin=directions.origin)
+    return Directions({layer: vector for layer, _, vector in placed}, origin=directions.origin)
 
 
 def _make(kind: str, shared: dict[str, Any], numbers: dict[str, float]) -> Operation:

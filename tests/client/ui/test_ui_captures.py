@@ -6,6 +6,7 @@ import pytest
 pytest.importorskip("starlette")
 
 import residuum
+from residuum.directions.values import Origin
 from residuum.ui.api.grids import _tiles
 from residuum.ui.measures import Grid
 from residuum.v1 import steering_pb2
@@ -124,6 +125,27 @@ def test_grids_are_those_of_the_rows(page, capture, joy, sequence):
         ]
     )
     np.testing.assert_allclose(one[:8], rows[0] @ units[3], rtol=1e-5)
+
+
+def test_a_direction_measures_only_rows_of_its_kind(page, endpoint, joy, tmp_path):
+    for site in ("z", "attn_out"):
+        made = residuum.Directions(joy, origin=Origin(site=site))
+        made.save(tmp_path / "gallery" / f"{site}.safetensors")
+    with residuum.Client(endpoint) as client:
+        capture = residuum.Capture(layers=[1], sites=["resid_post", "z"])
+        reply = client.generate("a bb ccc", max_tokens=2, capture=capture)
+        client.manifest(reply, wait=True)
+        acts = client.activations(reply)
+        for measure in ("projection", "cosine"):
+            asked = {"id": reply.request_id, "measure": measure, "layer": 1}
+            code, error = page("scores", **asked, direction="z", site="resid_post")
+            assert (code, "Choose the site z" in error["message"]) == (400, True)
+            assert page("scores", **asked, direction="joy", site="z")[0] == 400
+            assert "values" in page("scores", **asked, direction="attn_out", site="resid_post")
+        found = array(page("scores", **asked | {"measure": "projection"}, direction="z", site="z")["values"])
+        wanted = residuum.Directions(joy, origin=Origin(site="z")).project(acts.select(site="z"))[1]
+        np.testing.assert_allclose(found[: len(wanted)], wanted, rtol=1e-5)
+        client.delete(reply)
 
 
 @pytest.mark.parametrize("activation", [None, "sigmoid"])

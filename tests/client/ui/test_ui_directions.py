@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("starlette")
 
 import residuum
+from residuum.directions.values import Origin
 from residuum.ui.gallery import Gallery
 from residuum.ui.separation import separations
 from tests.client.support.captured import activations
@@ -233,6 +234,25 @@ def test_tokens_are_found_and_promoted(page, joy, endpoint):
     assert page("search", {"direction": "joy", "layer": 5})[0] == 400
     assert page("search", {"direction": "joy", "layer": 2, "k": "x"})[0] == 400
     assert page("direction/tokens", name="joy", layer=2)["more"][:2] == ["<3>", "<4>"]
+
+
+def test_directions_of_heads_are_searched_for_at_their_site_and_promote_no_tokens(page, endpoint, tmp_path):
+    vector = np.random.default_rng(0).normal(size=HIDDEN)
+    heads = residuum.Directions({2: vector}, origin=Origin(site="z"))
+    heads.save(tmp_path / "heads.safetensors")
+    assert upload(page, (tmp_path / "heads.safetensors").read_bytes(), name="heads", file="heads.safetensors")[0] == 200
+    capture = residuum.Capture(layers=[2], sites=["resid_post", "z"])
+    with residuum.Client(endpoint) as client:
+        reply = client.generate("a bb ccc", max_tokens=3, capture=capture, request_id="heads")
+        client.manifest(reply, wait=True)
+        found = page("search", {"direction": "heads", "layer": 2, "prefix": "heads"})
+        wanted = client.search(heads[2].values / heads[2].norm, layer=2, site="z", prefix="heads")
+        assert [hit["score"] for hit in found["hits"]] == pytest.approx([hit.score for hit in wanted])
+        client.delete(reply)
+    code, error = page("search", {"direction": "heads", "layer": 2, "site": "resid_post"})
+    assert (code, "for the site z" in error["message"]) == (400, True)
+    code, error = page("direction/tokens", name="heads", layer=2)
+    assert (code, "residual stream" in error["message"]) == (400, True)
 
 
 def test_separation_is_measured_on_examples_that_were_held_out():

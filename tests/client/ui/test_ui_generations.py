@@ -12,7 +12,9 @@ import pytest
 pytest.importorskip("starlette")
 
 import residuum
+from residuum.directions.values import Origin
 from residuum.rpc.errors import Failure, Reason
+from residuum.values.selections.points import SITES
 from tests.client.support.peer import HIDDEN
 from tests.client.support.peer import row as peer_row
 from tests.client.ui.ui_page import Page
@@ -61,6 +63,19 @@ def test_operations_reach_the_service(page, peer, changes, kind, numbers):
     assert list(sent.layers.list.layers) == [3]
     assert {name: getattr(getattr(sent, kind), name) for name in numbers} == numbers
     assert residuum.Positions.from_proto(sent.positions) == residuum.Positions.of("generated")
+
+
+def test_directions_apply_where_their_rows_are(page, peer, tmp_path):
+    for site in ("resid_pre", "z", "q"):
+        directions = residuum.Directions({3: np.ones(HIDDEN)}, origin=Origin(site=site))
+        directions.save(tmp_path / "gallery" / f"{site}.safetensors")
+    for site, layer, steered in (("resid_pre", 2, "resid_post"), ("z", 3, "z")):
+        page.events("generate", {"prompt": "a", "operations": [operation(direction=site)]})
+        (sent,) = peer.requests[-1].spec.steering.operations
+        assert list(sent.layers.list.layers) == [layer]
+        assert (sent.site or SITES["resid_post"]) == SITES[steered]
+    code, error = page("generate", {"prompt": "a", "operations": [{**operation(direction="q"), "from": "3"}]})
+    assert (code, "for the site q" in error["message"]) == (400, True)
 
 
 def test_each_layer_has_its_own_vector_unless_one_is_chosen(page, peer):
@@ -192,6 +207,16 @@ def test_a_sweep_measures_each_scale(page, peer, endpoint):
         assert list(client.captures(prefix="ui-")) == []
     for changes in ({"scales": []}, {"scales": [float("1e999")]}, {"layer": "3"}, {"operation": operation(kind="cap")}):
         assert page("sweep", {**body, **changes})[0] == 400
+
+
+def test_a_sweep_measures_directions_of_heads_at_their_site(page, tmp_path):
+    heads = residuum.Directions({3: np.ones(HIDDEN)}, origin=Origin(site="z"))
+    heads.save(tmp_path / "gallery" / "heads.safetensors")
+    body = {"prompt": "a bb ccc", "operation": operation(direction="heads"), "layer": 3, "scales": [0, 1]}
+    events = page.events("sweep", {**body, "sampling": {"max_tokens": 4}})
+    rows = np.stack([peer_row(0, SITES["z"], 3, at) for at in (3, 4, 5)]).astype(np.float64)
+    wanted = (rows @ np.ones(HIDDEN) / HIDDEN**0.5).mean()
+    assert [data["projection"] for _, data in events] == [pytest.approx(wanted, rel=1e-6)] * 2
 
 
 def test_a_sweep_that_the_page_leaves_is_stopped_and_deleted(page, peer, endpoint):

@@ -24,7 +24,7 @@ from residuum.values.captures.activations import Activations
 from residuum.values.captures.capture import Capture
 from residuum.values.probes.probe import Probe
 from residuum.values.selections.layers_and_positions import PositionsLike
-from residuum.values.tensors.vector import Vector
+from residuum.values.tensors.vector import Vector, rows_site
 
 if TYPE_CHECKING:
     from residuum.aio import AsyncClient
@@ -126,6 +126,7 @@ async def promoted(request: Request) -> Response:
     layer = whole_number(request.query_params, "layer")
     if layer not in directions:
         raise invalid(f"The direction has no layer {layer}. Choose among {list(directions.layers)}.")
+    rows_site(directions, "resid_post", advice="Only directions of the residual stream promote tokens.")
     client: AsyncClient = request.app.state.client
     values = directions[layer].values
     found = await client.unembed(np.stack([values, -values]), top_k=10)
@@ -143,7 +144,7 @@ async def search(request: Request) -> Response:
     client: AsyncClient = request.app.state.client
     found = await client.search(
         _unit(directions[layer], layer), layer=layer, k=_count(body.get("k", 50)),
-        site=str(body.get("site") or "resid_post"),
+        site=rows_site(directions, str(body.get("site") or "") or None),
         measure=body.get("measure", "projection"), order=body.get("order", "most"), where=str(body.get("where", "")),
         prefix=str(body.get("prefix", "")), per_capture=body.get("per_capture") or None,
         positions=body.get("positions") or None,

@@ -45,7 +45,7 @@ async def sweep(request: Request) -> Response:
         async with scratch_captures(client, len(scales)) as names:
             batch = client.generate_as_completed(
                 [prompt] * len(scales), steer=steer, request_ids=names, progress=False, max_concurrency=8,
-                capture=Capture(layers=[layer], positions="generated"), **sampling,
+                capture=Capture(layers=[layer], sites=[directions.steering_site], positions="generated"), **sampling,
             )  # fmt: skip
             # Its requests end before their captures are deleted.
             async with aclosing(cast("AsyncGenerator[tuple[int, Reply], None]", batch)):

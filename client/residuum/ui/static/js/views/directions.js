@@ -140,7 +140,7 @@ function Direction({ entry, state, change, about, folder, onChanged }) {
       <section class="panel" aria-label="Norms"><h2>Norm of each layer's vector</h2>
         <${Plot} title="Norm by layer" xLabel="layer" yLabel="norm" chosen=${layer} onChoose=${choose} curves=${[{ name: "norm", points: facts.layers.map((at, index) => [at, facts.norms[index]]) }]} /></section></div>
       <${Promoted} name=${name} layer=${layer} layers=${facts.layers} onChoose=${choose} />
-      <${Search} name=${name} layer=${layer} state=${state} change=${change} about=${about} folder=${folder} />`}
+      <${Search} name=${name} site=${facts.origin.site} layer=${layer} state=${state} change=${change} about=${about} folder=${folder} />`}
     <${Manage} name=${name} onChanged=${onChanged} />`;
 }
 
@@ -172,7 +172,7 @@ function Promoted({ name, layer, layers, onChoose }) {
 
 const tags = (texts) => texts.map((text, index) => html`<span class="tag mono" key=${index}>${oneLine(text)}</span>`);
 
-function Search({ name, layer, state, change, about, folder }) {
+function Search({ name, site, layer, state, change, about, folder }) {
   const [result, setResult] = useKept(`search ${name}`, { value: null, error: null, isLoading: false });
   const order = state.order || "most";
   const measure = state.by || "projection";
@@ -188,7 +188,7 @@ function Search({ name, layer, state, change, about, folder }) {
     }
   };
   const hits = result.value?.hits ?? [];
-  const code = `${connect(about)}direction = ${loadDirection(name, folder)}\nunit = direction[${layer}].values / direction[${layer}].norm\nprint(client.search(unit, layer=${layer}, k=100, measure=${literal(measure)}, order=${literal(order)}${where && `, where=${literal(where)}`}${positions && `, positions=${literal(positions)}`}))`;
+  const code = `${connect(about)}direction = ${loadDirection(name, folder)}\nunit = direction[${layer}].values / direction[${layer}].norm\nprint(client.search(unit, layer=${layer}, k=100${site === "resid_post" ? "" : `, site=${literal(site)}`}, measure=${literal(measure)}, order=${literal(order)}${where && `, where=${literal(where)}`}${positions && `, positions=${literal(positions)}`}))`;
   return html`<section class="panel" aria-label="Search"><div class="head"><h2>Tokens in the stores that project most on layer ${layer}</h2></div>
     <form class="row" onSubmit=${search}>
       <${Select} label="Order" value=${order} options=${[["most", "most"], ["least", "least"], ["absolute", "largest absolute value"]]} onChange=${(value) => change({ order: value })} />
@@ -203,7 +203,7 @@ function Search({ name, layer, state, change, about, folder }) {
       <div class="scroller hits" tabindex="0" role="region" aria-label="Tokens that were found"><table><thead><tr><th class="number" scope="col">Score</th><th scope="col">Text</th><th scope="col">Capture</th></tr></thead><tbody>
         ${hits.map((hit) => html`<tr key=${`${hit.id} ${hit.sequence} ${hit.position}`}><td class="number">${number(hit.score)}</td>
           <td class="hit">${oneLine(hit.before)}<mark>${hit.token === null ? `‹${hit.token_id ?? "?"}›` : oneLine(hit.token)}</mark>${oneLine(hit.after)}</td>
-          <td><a href=${link("capture", { id: hit.id, sequence: hit.sequence || "", position: hit.position, layer, measure: result.value.measure, direction: name })}>${oneLine(hit.id)}, ${hit.position}</a></td></tr>`)}
+          <td><a href=${link("capture", { id: hit.id, site: site === "resid_post" ? "" : site, sequence: hit.sequence || "", position: hit.position, layer, measure: result.value.measure, direction: name })}>${oneLine(hit.id)}, ${hit.position}</a></td></tr>`)}
       </tbody></table></div>`}
     </section><${Python} code=${code} />`;
 }
