@@ -59,8 +59,8 @@ class _Facts:
     model: str
     """With the LoRA adapter, if the request used one."""
     site: str
-    steering: tuple[str, bytes]
-    """How the rows relate to steering, as a text for errors; and the serialised steering."""
+    steering: tuple[str, tuple[object, ...]]
+    """How the rows relate to steering, as a text for errors; and the steering with its changes, empty without any."""
 
 
 class ExampleReader:
@@ -132,7 +132,8 @@ class ExampleReader:
         name = f"{side}: capture {manifest.capture_id}" + (f", sequence {acts.sequence}" if acts.sequence else "")
         if not manifest.is_complete and not self._allow_partial:
             raise not_complete(manifest)
-        self._check_facts(_Facts(name, _model_of(manifest), acts.site, _steering(manifest)))
+        columns = self._columns(name, acts)
+        self._check_facts(_Facts(name, _model_of(manifest), acts.site, _steering(acts, columns)))
         self._check_layers(name, acts.layers)
         if acts.site in BESIDE_THE_STREAM:
             raise InvalidRequest(
@@ -147,7 +148,6 @@ class ExampleReader:
                 reason="INVALID_FIELD",
             )
         self._check_width(name, acts.hidden_size)
-        columns = self._columns(name, acts)
         values = np.zeros((1, len(self.layers), acts.hidden_size))
         present = np.zeros((1, len(self.layers)), dtype=np.bool_)
         for index, layer in enumerate(self.layers):
@@ -341,12 +341,25 @@ def _model_of(manifest: Manifest) -> str:
     return f"{manifest.model} with the adapter {manifest.adapter}" if manifest.adapter else manifest.model
 
 
-def _steering(manifest: Manifest) -> tuple[str, bytes]:
-    if not manifest.steered:
-        return "not steered", b""
-    description = manifest.proto.description
-    when = "before steering" if description.spec.before_steering else "after steering"
-    return f"captured {when}", description.steering.SerializeToString(deterministic=True)
+def _steering(acts: Activations, columns: npt.NDArray[np.intp]) -> tuple[str, tuple[object, ...]]:
+    """Return how the rows in these columns relate to steering. Changes after the last of these rows do not count.
+
+    Changes are compared by their first positions after the prompt, because the prompts may differ in length.
+    """
+    proto = acts.manifest.proto
+    last = max(acts.positions[columns].tolist(), default=-1)
+    first_positions = [change.first_positions[acts.sequence] for change in proto.steering_changes]
+    changes = [
+        (first - acts.prompt_tokens, change.steering)
+        for first, change in zip(first_positions, proto.steering_changes, strict=True)
+        if first <= last
+    ]
+    start = proto.description.steering
+    if not start.operations and not any(steering.operations for _, steering in changes):
+        return "not steered", ()
+    when = "before steering" if proto.description.spec.before_steering else "after steering"
+    later = [(first, steering.SerializeToString(deterministic=True)) for first, steering in changes]
+    return f"captured {when}", (start.SerializeToString(deterministic=True), *later)
 
 
 def _runs(positions: npt.NDArray[np.integer]) -> str:

@@ -191,6 +191,24 @@ def test_captures_must_have_the_same_steering():
     assert directions.difference_of_means(*meant).layers == (0, 1, 2)
 
 
+def test_captures_must_have_the_same_changes_of_steering():
+    def changed(first, scale=1.0, prompt=2, rows=4):
+        values = np.zeros((LAYERS, rows, HIDDEN))
+        return activations(values, prompt=prompt, generated=3, changes=[(first, [joy(scale)])])
+
+    plain = activations(np.zeros((LAYERS, 4, HIDDEN)), prompt=2, generated=3)
+    found = directions.difference_of_means(changed(3), changed(4, prompt=3, rows=5), positions="generated")
+    assert found.origin.steered  # both from the second token of the reply on
+    for other in (changed(2), changed(3, 2.0)):
+        with pytest.raises(residuum.InvalidRequest, match=r"captured after steering, but .* steered differently"):
+            directions.difference_of_means(changed(3), other, positions="generated")
+    with pytest.raises(residuum.InvalidRequest, match=r"was not steered, but .* captured after steering"):
+        directions.pca(plain, changed(3), positions="generated")
+    # Rows before the change are as without it: those of the prompt, or those of another sequence.
+    for other in (changed(2), changed(3, 2.0), changed(0xFFFFFFFF)):
+        assert not directions.difference_of_means(plain, other, positions="last_prompt").origin.steered
+
+
 def test_different_hidden_sizes_are_refused():
     narrow = {layer: np.zeros((1, HIDDEN - 1)) for layer in range(LAYERS)}
     with pytest.raises(residuum.BadVector, match=r"layer 0: its rows have 5 elements, .* positive: .* have 6"):

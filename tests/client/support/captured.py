@@ -21,11 +21,12 @@ STATES = {
 def activations(
     values, *, layers=None, positions=None, prompt=None, generated=1, sites=("resid_post",), model="tiny", name="req",
     state="complete", present=None, steer=(), before_steering=False, dtype=ml_dtypes.bfloat16, texts=None, spans=None,
-    adapter="",
+    adapter="", changes=(),
 ):  # fmt: skip
     """Activations of one sequence; `values` [layers, positions, hidden], for each of `sites` times 1, 2, ...
 
     `texts` are the texts of all tokens; `spans` the (role, first position, number of positions) of each message.
+    `changes` are the (first position, operations) of each change of the steering.
     """
     values = np.asarray(values)
     layers = tuple(range(len(values))) if layers is None else tuple(layers)
@@ -42,6 +43,9 @@ def activations(
     manifest = capture_pb2.CaptureManifest(description=what, state=STATES[state])
     if state != "open":
         manifest.sequences.add(generated_token_ids=range(generated), finish_reason="length")
+    for first, operations in changes:
+        change = manifest.steering_changes.add(first_positions=[first])
+        change.steering.operations.extend(operation.to_proto() for operation in operations)
     if texts is not None:
         manifest.prompt_token_texts.CopyFrom(token_texts(texts[:prompt]))
         manifest.sequences[0].token_texts.CopyFrom(token_texts(texts[prompt:]))
