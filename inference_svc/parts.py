@@ -72,7 +72,7 @@ class Parts:
             max_bytes=settings.max_registration_mib << 20,
             make_id=stores.make_id if stores else make_id,
         )
-        parts = RequestParts.assemble(engine, registry, settings, rules=rules)
+        parts = RequestParts.assemble(engine, registry, settings, rules=rules, limits_of=limits_of)
         places = Places(settings.max_requests, limits_of)
         runner = RequestRunner(engine, registry, parts.admission, parts.reservations, stores, metrics, places)
         return cls(

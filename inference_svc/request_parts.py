@@ -12,9 +12,10 @@ from inference_svc.resources.vector_activator import VectorActivator
 from inference_svc.resources.vector_cache import BY_PUT_VECTORS, VectorCache
 from inference_svc.session.reservation import Reservations
 from inference_svc.taps.encodings.projections import KEPT_BYTES
+from svc_common.security.tokens_file import Limits
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from inference_svc.admission.operator_rules import OperatorRules
     from inference_svc.engine.engine import Engine
@@ -54,6 +55,7 @@ class RequestParts:
         how_to_send: str = BY_PUT_VECTORS,
         share: Share = WHOLE,
         rules: OperatorRules | None = None,
+        limits_of: Callable[[str], Limits] = lambda _: Limits(),
     ) -> RequestParts:
         """Create the parts.
 
@@ -64,6 +66,7 @@ class RequestParts:
             how_to_send: A sentence that tells a client how to send missing vectors.
             share: The share of the workers' resources that these parts may use.
             rules: The operator's rules; None: there are none.
+            limits_of: Returns the limits of a tenant.
         """
         facts, wait_seconds = engine.facts, settings.vector_wait_seconds
         max_bytes = settings.max_vector_mib << 20
@@ -77,5 +80,5 @@ class RequestParts:
         projections = Projections(keep_signs, facts.hidden_size, wait_seconds, KEPT_BYTES // share.count)
         widths = dict.fromkeys((facts.hidden_size, *map(facts.width, facts.sites)))
         saes = SAEMemory(facts.sae_bytes, list(widths), registry.is_leased, engine.keep_saes)
-        admission = Admission(facts, vectors, saes, rules)
+        admission = Admission(facts, vectors, saes, rules, limits_of)
         return cls(vectors, saes, activator, admission, Reservations(activator, projections))

@@ -21,9 +21,10 @@ from inference_svc.admission.steering import (
 )
 from inference_svc.resources.vector_cache import vector_name
 from residuum.v1 import inference_pb2, probe_pb2, steering_pb2
+from svc_common.security.tokens_file import Limits
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from inference_svc.admission.specs import SharedSpec
     from inference_svc.model_facts import ModelFacts
@@ -39,9 +40,22 @@ class Admission:
     """
 
     def __init__(
-        self, facts: ModelFacts, vectors: VectorCache, saes: SAEMemory, rules: OperatorRules | None = None
+        self,
+        facts: ModelFacts,
+        vectors: VectorCache,
+        saes: SAEMemory,
+        rules: OperatorRules | None = None,
+        limits_of: Callable[[str], Limits] = lambda _: Limits(),
     ) -> None:
-        """Check requests against the model's facts, the server's vectors and encoders, and the operator's rules."""
+        """Check requests.
+
+        Args:
+            facts: The facts of the model.
+            vectors: The server's vectors.
+            saes: The server's encoders.
+            rules: The operator's rules; None: there are none.
+            limits_of: Returns a tenant's limits. It is called for each request, so changed limits apply at once.
+        """
         self._saes = saes
         self._facts = facts
         self._specs = SpecResolver(facts)
@@ -49,6 +63,7 @@ class Admission:
             lambda data: check_sampling(inference_pb2.SamplingParameters.FromString(data), facts)
         )
         self._vectors = vectors
+        self._limits_of = limits_of
         self.operator_rules = rules or OperatorRules()
 
     def resolve(self, spec: inference_pb2.RequestSpec, tenant: str = "") -> ResolvedSpec:
@@ -134,7 +149,8 @@ class Admission:
         if not uses:
             return
         names = [vector_name(tenant, use.digest) for use in uses]
-        self._vectors.check_room({name: use.width for name, use in zip(names, uses, strict=True)}.values())
+        widths = {name: use.width for name, use in zip(names, uses, strict=True)}.values()
+        self._vectors.check_room(widths, self._limits_of(tenant).max_vector_bytes)
         self._vectors.check_present(names)
         for name, use in zip(names, uses, strict=True):
             self._vectors.check_width(name, use.width, use.field)

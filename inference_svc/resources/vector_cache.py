@@ -118,16 +118,26 @@ class VectorCache:
                 digests=",".join(digest_in(name).hex() for name in missing[:_NAMED_DIGESTS]),
             )
 
-    def check_room(self, widths: Collection[int]) -> None:
+    def check_room(self, widths: Collection[int], max_bytes: int | None = None) -> None:
         """Check that vectors fit at once. Otherwise a client would send them again and again without success.
 
         Args:
             widths: The elements of each vector.
+            max_bytes: Limit for all vectors of the tenant.
 
         Raises:
             Failure: They do not fit.
         """
         size = _FLOAT_BYTES * sum(widths)
+        if max_bytes is not None and size > max_bytes:
+            raise Failure(
+                Reason.ERROR_REASON_QUOTA_EXCEEDED,
+                f"The request uses {len(widths)} vectors of {size} bytes in total, but the vectors of your tenant may "
+                f"take {max_bytes} bytes. Use fewer vectors, or ask the operator for a higher limit.",
+                limit="max_vector_bytes",
+                needed=size,
+                allowed=max_bytes,
+            )
         limits = [("max_vectors", len(widths), self._max_vectors), ("max_vector_mib", size, self._max_bytes)]
         for limit, needed, allowed in limits:
             if needed > allowed:

@@ -54,8 +54,10 @@ class Tenant:
     async def abort(self, request_id):
         await self.stub.Abort(inference_pb2.AbortRequest(request_id=request_id))
 
-    async def update(self, request_id):
-        request = inference_pb2.UpdateSteeringRequest(request_id=request_id, steering=steering_pb2.SteeringSpec())
+    async def update(self, request_id, steering=None):
+        request = inference_pb2.UpdateSteeringRequest(
+            request_id=request_id, steering=steering or steering_pb2.SteeringSpec()
+        )
         return await self.stub.UpdateSteering(request)
 
 
@@ -138,6 +140,27 @@ async def test_limits_of_vectors(tenants):
     assert await alice.missing(*vectors) == [vectors[0].digest]  # the least recently used vector was evicted
     await bob.put(*vectors)
     assert await bob.missing(*vectors) == []
+
+
+async def test_a_request_with_more_vectors_than_the_limit_is_refused_as_such(tenants):
+    """Sending its vectors again could not help, because they push each other out of the cache."""
+    service, alice, bob = tenants
+    vectors = [vector(number) for number in (1, 2, 3)]
+    spec = inference_pb2.RequestSpec(steering=steering_pb2.SteeringSpec(updatable=True))
+    for item in vectors:
+        spec.steering.operations.extend(steered(item).steering.operations)
+    for tenant in (alice, bob):
+        await tenant.put(*vectors)
+    quota = {"limit": "max_vector_bytes", "needed": "48", "allowed": "32"}
+    failure = await failure_of(drain(alice.generate(spec=spec)))
+    assert (failure.reason, failure.metadata) == (Reason.ERROR_REASON_QUOTA_EXCEEDED, quota)
+    assert (await drain(bob.generate(spec=spec)))[-1].HasField("finished")
+    service.engine.script = stuck_after()
+    running = alice.generate(spec=inference_pb2.RequestSpec(request_id="hers", steering={"updatable": True}))
+    await anext(aiter(running))
+    failure = await failure_of(alice.update("hers", spec.steering))
+    assert (failure.reason, failure.metadata) == (Reason.ERROR_REASON_QUOTA_EXCEEDED, quota)
+    running.cancel()
 
 
 async def test_limits_of_requests(tenants):

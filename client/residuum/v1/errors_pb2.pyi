@@ -104,7 +104,9 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     operator that it may not opt out of (the right is may_opt_out). Metadata: `right`, `method`.
     """
     ERROR_REASON_QUOTA_EXCEEDED: _ErrorReason.ValueType  # 29
-    """RESOURCE_EXHAUSTED: the tenant has reached its own limit. Metadata: `limit`, `allowed`."""
+    """RESOURCE_EXHAUSTED: the tenant has reached its own limit. Metadata: `limit`, `allowed`. If waiting does not help,
+    because the request's vectors exceed the limit on their own: also `needed`.
+    """
     ERROR_REASON_CALLER_STALLED: _ErrorReason.ValueType  # 30
     """CANCELLED: the caller sent no first message in time, stopped in the middle of an upload, or did not read sent
     messages for too long. Servers that can only cut such a call off end it with CANCELLED without a reason.
@@ -210,7 +212,9 @@ ERROR_REASON_PERMISSION_DENIED: ErrorReason.ValueType  # 28
 operator that it may not opt out of (the right is may_opt_out). Metadata: `right`, `method`.
 """
 ERROR_REASON_QUOTA_EXCEEDED: ErrorReason.ValueType  # 29
-"""RESOURCE_EXHAUSTED: the tenant has reached its own limit. Metadata: `limit`, `allowed`."""
+"""RESOURCE_EXHAUSTED: the tenant has reached its own limit. Metadata: `limit`, `allowed`. If waiting does not help,
+because the request's vectors exceed the limit on their own: also `needed`.
+"""
 ERROR_REASON_CALLER_STALLED: ErrorReason.ValueType  # 30
 """CANCELLED: the caller sent no first message in time, stopped in the middle of an upload, or did not read sent
 messages for too long. Servers that can only cut such a call off end it with CANCELLED without a reason.
