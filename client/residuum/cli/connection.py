@@ -17,12 +17,12 @@ CALL_SECONDS = 30.0
 """The default timeout of a call."""
 
 
-def open_client(options: argparse.Namespace) -> residuum.Client:
-    """Return a client for the command line's endpoints and credentials."""
+def open_client(options: argparse.Namespace, timeout: float | None = None) -> residuum.Client:
+    """Return a client for the command line's endpoints and credentials. `timeout` replaces the command line's."""
     return residuum.Client(
         options.endpoint,
         store=options.store,
-        timeout=options.timeout or CALL_SECONDS,
+        timeout=timeout or options.timeout or CALL_SECONDS,
         tenant=options.tenant,
         **credentials_of(options),
     )

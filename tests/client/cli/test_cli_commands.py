@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import io
+import itertools
 import json
 import os
 import pty
@@ -239,6 +241,36 @@ def test_directions_are_computed_saved_and_steer(cli, endpoint, tmp_path, monkey
     assert cli("directions", "joy.safetensors", *files)[0] == 1  # it exists
     assert cli("directions", "joy.safetensors", *files, "--method", "pca_diff", "--force")[::2] == (0, "")
     assert cli("generate", "a", "--add", "joy.safetensors@1,4*2")[::2] == (0, "")
+
+
+@pytest.mark.parametrize("cause", ["an interrupt", "an error"])
+def test_directions_that_do_not_end_leave_no_captures(cli, endpoint, peer, tmp_path, monkeypatch, cause):
+    """One prompt fails, or still runs when Ctrl-C comes; the others are done."""
+    stop, deltas, before = threading.Event(), peer._deltas, listed(cli)
+
+    def wait(name, tokens, *arguments):
+        if len(tokens) == 2:  # those of "one more"
+            if cause == "an error":
+                raise RuntimeError
+            assert stop.wait(60)
+        return deltas(name, tokens, *arguments)
+
+    def interrupted(futures):
+        yield from itertools.islice(concurrent.futures.as_completed(futures), 2)
+        assert len(listed(cli) - before) >= 2
+        stop.set()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(peer, "_deltas", wait)
+    if cause == "an interrupt":
+        monkeypatch.setattr("residuum._sync.batches.as_completed", interrupted)
+    (tmp_path / "prompts.txt").write_text("one\none more\na third one\n")
+    flags = ("--positive", tmp_path / "prompts.txt", "--negative", tmp_path / "prompts.txt")
+    code, _, err = cli("directions", tmp_path / "joy.safetensors", *flags)
+    assert code == (130 if cause == "an interrupt" else 1)
+    assert ("Nothing was saved" if cause == "an interrupt" else "1 of 3 prompts failed") in err
+    assert "--if-exists" not in err
+    assert listed(cli) == before
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import secrets
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +21,9 @@ DIRECTIONS_EXAMPLES = """\
 OUT --positive FILE --negative FILE
 residuum directions joy.safetensors --positive happy.txt --negative sad.txt
 residuum generate "When I opened the door" --add joy.safetensors@12*2"""
+
+_LATER_SECONDS = 1.0
+_DELETE_SECONDS = 10.0
 
 _METHODS = ("difference_of_means", "pca_center", "pca_diff")
 
@@ -84,27 +89,29 @@ def _captured(
     options: argparse.Namespace,
     output: Output,
 ) -> Iterator[list[list[residuum.Reply]]]:
-    """Capture sets of prompts, and delete the captures afterwards."""
-    made: list[list[residuum.Reply]] = []
+    """Capture sets of prompts, and delete the captures afterwards, also those of requests that did not end."""
+    prefix = f"directions-{secrets.token_hex(8)}-"
     try:
-        for prompts in sets:
-            try:
-                replies = client.generate_many(
-                    prompts,
-                    capture=capture,
-                    max_tokens=options.max_tokens,
-                    timeout=options.timeout,
-                    progress=not output.as_json,
-                )
-            except residuum.BatchFailed as error:
-                made.append([reply for reply in error.replies if reply is not None])
-                raise
-            made.append(replies)
-        yield made
+        yield [
+            client.generate_many(
+                prompts,
+                capture=capture,
+                request_ids=[f"{prefix}{number}-{index}" for index in range(len(prompts))],
+                max_tokens=options.max_tokens,
+                timeout=options.timeout,
+                progress=not output.as_json,
+            )
+            for number, prompts in enumerate(sets)
+        ]
+    except residuum.BatchFailed as error:
+        raise residuum.BatchFailed(error.replies, error.errors) from None  # no advice to keep what is done
+    except KeyboardInterrupt:
+        time.sleep(_LATER_SECONDS)  # a request that was just stopped may have a capture a moment later
+        raise
     finally:
-        for reply in (reply for replies in made for reply in replies):
-            with contextlib.suppress(residuum.ResiduumError):
-                client.delete(reply)
+        # If the service or a store is away, what failed before says so.
+        with contextlib.suppress(residuum.ResiduumError), open_client(options, _DELETE_SECONDS) as brief:
+            brief.delete(prefix=prefix)
 
 
 def add_files(parser: argparse.ArgumentParser) -> None:
