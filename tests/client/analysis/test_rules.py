@@ -151,6 +151,12 @@ class TestSmoothing:
         np.testing.assert_array_equal(both, [[0, 2], [0.5, 3]])
         assert both.dtype == np.float32
 
+    @pytest.mark.parametrize("smooth", [residuum.EMA(0.5), residuum.RollingMax(2), residuum.RollingMean()])
+    @pytest.mark.parametrize("shape", [(0,), (0, 3), (2, 0)])
+    def test_no_scores_are_smoothed_to_none(self, smooth, shape):
+        found = smooth.apply(np.zeros(shape))
+        assert (found.shape, found.dtype) == (shape, np.float32)
+
     @pytest.mark.parametrize(
         ("make", "told"),
         [

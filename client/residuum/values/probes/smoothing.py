@@ -35,6 +35,8 @@ class _Smoothing:
             array([0.  , 0.5 , 0.75], dtype=float32)
         """
         given = np.asarray(scores, np.float32)
+        if not given.size:
+            return np.zeros_like(given)
         columns = given.reshape(len(given), -1)
         return Smoother(self.to_proto(), columns.shape[1]).add(columns).reshape(given.shape)
 
