@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from inference_svc.vllm_serve.shared_vectors import RequestVectors
     from inference_svc.vllm_serve.xargs import ResiduumArguments
 
-_FIRST_PROMPT = re.compile("(cmpl-.+)-0", re.DOTALL)
-"""The ID that vLLM gives the first prompt of a completion: the answer's `id`, and the prompt's number."""
+_COMPLETION = re.compile("(cmpl-.+)(-[0-9]+)", re.DOTALL)
+"""The ID that vLLM gives a prompt of a completion: the answer's `id`, and the prompt's number."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class ReceivedRequest:
 
     @property
     def known_id(self) -> str:
-        """The ID that the caller knows: its own choice, otherwise the `id` of the answer."""
-        return self.arguments.spec.request_id or _answer_id(self.request_id)
+        """The ID that the caller knows: its own choice, otherwise the `id` of the answer; with the prompt's number."""
+        return _known_id(self.arguments.spec.request_id, self.request_id)
 
 
 @dataclass(frozen=True)
@@ -133,31 +133,38 @@ class RequestAdmission:
 def capture_id(spec: ResolvedSpec, request_id: str) -> str:
     """Return the ID of the request's capture: the caller's choice, otherwise the `id` of the answer.
 
+    If a completion has several prompts, the second and later ones have their number appended.
+
     Raises:
-        Failure: The `id` of the answer is not a valid capture ID.
+        Failure: This is not a valid capture ID.
     """
-    if spec.request_id:
-        return spec.request_id
-    if spec.capture is None:
+    if spec.capture is None and not spec.request_id:
         return make_id()  # not vLLM's ID: the registry refuses running IDs, and a caller may repeat X-Request-Id
-    answer_id = _answer_id(request_id)
-    if is_valid_id(answer_id):
-        return answer_id
+    known_id = _known_id(spec.request_id, request_id)
+    if is_valid_id(known_id):
+        return known_id
+    if spec.request_id:
+        raise invalid(
+            "request_id",
+            f"With the number of the prompt, the request ID is longer than {MAX_ID_LENGTH} characters: {known_id}. "
+            "Choose a shorter one.",
+        )
     raise invalid(
         "request_id",
-        f"{answer_id[:128]!r}, made from the X-Request-Id, is not a valid capture ID: 1 to 128 characters of a-z A-Z "
+        f"{known_id[:128]!r}, made from the X-Request-Id, is not a valid capture ID: 1 to 128 characters of a-z A-Z "
         "0-9 . _ -, not starting with . or -. Choose another X-Request-Id, or set request_id in the spec.",
     )
 
 
-def _answer_id(request_id: str) -> str:
-    """Return the `id` of the answer to a request with this ID of vLLM's.
+def _known_id(chosen: str, request_id: str) -> str:
+    """Return the ID that the caller chose, otherwise the `id` of the answer to a request with this ID of vLLM's.
 
     vLLM appends the number of the prompt to the `id` of a completion. Callers do not see that for a single prompt, so
-    the first prompt has the ID of the answer.
+    the first prompt has no number.
     """
-    completion = _FIRST_PROMPT.fullmatch(request_id)
-    return completion[1] if completion else request_id
+    completion = _COMPLETION.fullmatch(request_id)
+    answer_id, number = completion.groups() if completion else (request_id, "-0")
+    return (chosen or answer_id) + (number if number != "-0" else "")
 
 
 def _checked_model(spec: inference_pb2.RequestSpec, adapter: str) -> inference_pb2.RequestSpec:

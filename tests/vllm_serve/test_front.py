@@ -21,9 +21,10 @@ from inference_svc.tap_settings import TapSettings
 from inference_svc.vllm_serve.front import FrontEnd
 from inference_svc.vllm_serve.outputs import stopped_failure
 from inference_svc.vllm_serve.refusals import http_error
-from inference_svc.vllm_serve.request_admission import capture_id
+from inference_svc.vllm_serve.request_admission import ReceivedRequest, capture_id
+from inference_svc.vllm_serve.xargs import ResiduumArguments
 from residuum.rpc.errors import Failure
-from residuum.v1 import capture_pb2
+from residuum.v1 import capture_pb2, inference_pb2
 from svc_common.machine import machine_id
 
 PROMPT = {"type": "token", "prompt_token_ids": [1, 2, 3]}
@@ -184,7 +185,25 @@ async def test_rules_that_do_not_fit_the_model_stop_all_requests(control, tmp_pa
 def test_a_capture_is_named_as_the_answer(vllm_id, name):
     asked = SimpleNamespace(request_id="", capture=object())
     assert capture_id(asked, vllm_id) == name
-    assert capture_id(SimpleNamespace(request_id="mine", capture=object()), vllm_id) == "mine"
+
+
+@pytest.mark.parametrize("capture", [object(), None])
+@pytest.mark.parametrize(
+    ("vllm_id", "name"),
+    [("cmpl-7f-0", "mine"), ("cmpl-7f-1", "mine-1"), ("cmpl-7f-1-10", "mine-10"), ("chatcmpl-7f-1", "mine")],
+)
+def test_the_prompts_of_a_completion_with_a_chosen_id_have_different_ids(vllm_id, name, capture):
+    asked = SimpleNamespace(request_id="mine", capture=capture)
+    assert capture_id(asked, vllm_id) == name
+    arguments = ResiduumArguments(inference_pb2.RequestSpec(request_id="mine"), ())
+    assert ReceivedRequest(arguments, PROMPT, SamplingParams(), vllm_id, "", None).known_id == name
+
+
+def test_a_chosen_id_must_have_room_for_the_number_of_the_prompt():
+    asked = SimpleNamespace(request_id="x" * 127, capture=object())
+    assert capture_id(asked, "cmpl-7f-0") == asked.request_id
+    with pytest.raises(Failure, match="longer than 128 characters.* Choose a shorter one"):
+        capture_id(asked, "cmpl-7f-1")
 
 
 def test_a_request_that_ends_because_the_server_stops_may_be_sent_to_another():
