@@ -202,7 +202,7 @@ def test_the_prompts_of_a_completion_with_a_chosen_id_have_different_ids(vllm_id
 def test_a_chosen_id_must_have_room_for_the_number_of_the_prompt():
     asked = SimpleNamespace(request_id="x" * 127, capture=object())
     assert capture_id(asked, "cmpl-7f-0") == asked.request_id
-    with pytest.raises(Failure, match="longer than 128 characters.* Choose a shorter one"):
+    with pytest.raises(Failure, match=r"longer than 128 characters.* Choose a shorter one"):
         capture_id(asked, "cmpl-7f-1")
 
 
