@@ -132,9 +132,10 @@ def test_the_log_names_the_request_of_each_rule_that_fires(server: Server, api: 
     before = len(lines())
     own = {"vllm_xargs": residuum.vllm_xargs(probes=residuum.Probe(np.ones(HIDDEN), layer=2), request_id="mine")}
     one = api.completions.create(**ASKED, extra_headers={"X-Request-Id": "one"}).id
-    two = api.completions.create(**{**ASKED, "prompt": [PROMPT, PROMPT[1:]]}).id
-    api.completions.create(**ASKED, extra_body=own)
+    several = {**ASKED, "prompt": [PROMPT, PROMPT[1:]]}
+    two = api.completions.create(**several).id
+    api.completions.create(**several, extra_body=own)
     fired = [(line["rule"], line["request_id"]) for line in lines()[before:]]
-    names = [one, two, f"{two}-1", "mine"]
+    names = [one, two, f"{two}-1", "mine", "mine-1"]
     assert one == "cmpl-one"
     assert sorted(fired) == sorted((rule, name) for rule in ("operator:joy", "operator:stop") for name in names)
