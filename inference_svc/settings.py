@@ -14,7 +14,7 @@ from inference_svc.tap_settings import Stores, TapSettings, split_list
 from residuum.wire.limits import MAX_ID_LENGTH
 from residuum.wire.placement import StoreAddress, parse_stores
 from svc_common.security.tls import SecureSettings
-from svc_common.settings import Endpoint, OptionalEndpoint
+from svc_common.settings import BadSettingsError, Endpoint, OptionalEndpoint
 
 _RESERVED_ENGINE_ARGS = {"model", "worker_cls", "additional_config", "speculative_config"}
 """Engine arguments that the taps depend on."""
@@ -25,18 +25,6 @@ def _engine_args(value: dict[str, Any]) -> dict[str, Any]:
     if refused:
         raise ValueError(f"{', '.join(sorted(refused))} cannot be set here: the taps depend on it. Leave it out.")
     return value
-
-
-def _existing(place: str) -> str:
-    """Refuse the path of a folder that does not exist.
-
-    vLLM would take the path for a name on the Hugging Face hub, and fail half a minute later for that reason.
-    """
-    if place.startswith(("/", "./", "../", "~")) and not Path(place).expanduser().is_dir():
-        raise ValueError(
-            f"there is no folder {place!r}. Give the path of an existing folder, or a name on the Hugging Face hub."
-        )
-    return place
 
 
 def parse_modules(texts: Iterable[str]) -> dict[str, str]:
@@ -60,8 +48,7 @@ def parse_modules(texts: Iterable[str]) -> dict[str, str]:
 
 
 def _modules(texts: tuple[str, ...]) -> tuple[str, ...]:
-    for place in parse_modules(texts).values():
-        _existing(place)
+    parse_modules(texts)
     return texts
 
 
@@ -72,7 +59,7 @@ LoraModules = Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_list), 
 class InferenceSettings(SecureSettings, TapSettings):
     """Serve a language model with vLLM, and capture and steer its activations, over gRPC."""
 
-    model: Annotated[str, AfterValidator(_existing)] = Field(min_length=1)
+    model: str = Field(min_length=1)
     """The model: a folder with configuration, weights and tokenizer, or a name on the Hugging Face hub."""
     listen: Endpoint = "127.0.0.1:50051"
     """host:port to serve on. Port 0 takes any free port; see port-file."""
@@ -153,6 +140,16 @@ class InferenceSettings(SecureSettings, TapSettings):
             )
         return self
 
+    def check_folders(self) -> None:
+        """Check that the folders of the model and of the adapters exist.
+
+        vLLM would take the path of another one for a name on the Hugging Face hub, and fail half a minute later for
+        that reason.
+        """
+        _check_folder("--model (RESIDUUM_MODEL)", self.model)
+        for place in self.adapters.values():
+            _check_folder("--lora-modules (RESIDUUM_LORA_MODULES)", place)
+
     @property
     def advertised_stores(self) -> tuple[StoreAddress, ...]:
         """The stores at the addresses where clients reach them, in the order of `stores`.
@@ -186,3 +183,11 @@ class InferenceSettings(SecureSettings, TapSettings):
             raise ValueError("--advertise-store says where clients reach a store, but there is no store. Give --store.")
         self.advertised_stores  # noqa: B018 - raises ValueError if the setting does not match the stores
         return self
+
+
+def _check_folder(setting: str, place: str) -> None:
+    if place.startswith(("/", "./", "../", "~")) and not Path(place).expanduser().is_dir():
+        raise BadSettingsError(
+            f"  {setting}: there is no folder {place!r}. Give the path of an existing folder, or a name on the Hugging "
+            "Face hub."
+        )

@@ -139,7 +139,7 @@ def _check_settings(model: str, flags: Sequence[str]) -> None:
     settings = pkgutil.resolve_name(_INFERENCE_SETTINGS)  # by name, because this package knows neither service
     arguments = ["--model", model, f"--store={LOOPBACK}:1", *flags, f"--listen={LOOPBACK}:0"]
     try:
-        read_settings(settings, f"python -m {_INFERENCE}", arguments)
+        read_settings(settings, f"python -m {_INFERENCE}", arguments).check_folders()
     except BadSettingsError as error:
         raise WrongCommandLineError(str(error).strip()) from None
 

@@ -107,6 +107,13 @@ class ServiceSettings(BaseSettings):
             sources.append(_File(settings_cls, cls.config_file))
         return tuple(sources)
 
+    def check_folders(self) -> None:
+        """Check that the folders that the settings name exist on this machine, where the service starts.
+
+        Raises:
+            BadSettingsError: One does not.
+        """
+
 
 def load_settings(kind: type[_Settings], program: str, arguments: Sequence[str], *, epilog: str = "") -> _Settings:
     """Read the settings of a service. If any is bad, exit with a message that lists all bad ones.
@@ -121,12 +128,14 @@ def load_settings(kind: type[_Settings], program: str, arguments: Sequence[str],
         epilog: The last paragraph of the help.
     """
     try:
-        return read_settings(kind, program, arguments, epilog=epilog)
+        settings = read_settings(kind, program, arguments, epilog=epilog)
+        settings.check_folders()
     except WrongFlagsError as error:
         sys.stderr.write(f"{program}: {error}\n")
         sys.exit(2)
     except BadSettingsError as error:
         sys.exit(f"{program}: bad settings\n{error}")
+    return settings
 
 
 def read_settings(kind: type[_Settings], program: str, arguments: Sequence[str], *, epilog: str = "") -> _Settings:

@@ -229,6 +229,7 @@ def test_a_power_failure_does_not_undo_a_deletion_whose_rows_are_freed(watched: 
     client.stub.SealCapture(seal_request("a", generated=[1]))
     client.stub.DeleteCapture(store_pb2.DeleteCaptureRequest(capture_id="a"))
     wait_for(lambda: client.stub.GetStats(store_pb2.GetStatsRequest()).num_chunks == 0)
+    client.open(describe("b"))  # once it is answered, no earlier write is under way
     client.close()
     watched.kill()
 
