@@ -11,7 +11,7 @@ from inference_svc.requests.concurrency import Places
 from inference_svc.requests.registry import RequestRegistry
 from inference_svc.session.request_runner import RequestRunner
 from residuum.wire.ids import make_id
-from svc_common.security.tokens_file import Limits
+from svc_common.security.tokens_file import Limits, no_limits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,7 +53,7 @@ class Parts:
         settings: InferenceSettings,
         stores: Stores | None = None,
         metrics: InferenceMetrics | None = None,
-        limits_of: Callable[[str], Limits] = lambda _: Limits(),
+        limits_of: Callable[[str], Limits] = no_limits,
         rules: OperatorRules | None = None,
     ) -> Parts:
         """Create the parts around an engine.

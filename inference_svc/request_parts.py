@@ -12,7 +12,7 @@ from inference_svc.resources.vector_activator import VectorActivator
 from inference_svc.resources.vector_cache import BY_PUT_VECTORS, VectorCache
 from inference_svc.session.reservation import Reservations
 from inference_svc.taps.encodings.projections import KEPT_BYTES
-from svc_common.security.tokens_file import Limits
+from svc_common.security.tokens_file import Limits, no_limits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -55,7 +55,7 @@ class RequestParts:
         how_to_send: str = BY_PUT_VECTORS,
         share: Share = WHOLE,
         rules: OperatorRules | None = None,
-        limits_of: Callable[[str], Limits] = lambda _: Limits(),
+        limits_of: Callable[[str], Limits] = no_limits,
     ) -> RequestParts:
         """Create the parts.
 

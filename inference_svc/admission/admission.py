@@ -21,7 +21,7 @@ from inference_svc.admission.steering import (
 )
 from inference_svc.resources.vector_cache import vector_name
 from residuum.v1 import inference_pb2, probe_pb2, steering_pb2
-from svc_common.security.tokens_file import Limits
+from svc_common.security.tokens_file import Limits, no_limits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -45,7 +45,7 @@ class Admission:
         vectors: VectorCache,
         saes: SAEMemory,
         rules: OperatorRules | None = None,
-        limits_of: Callable[[str], Limits] = lambda _: Limits(),
+        limits_of: Callable[[str], Limits] = no_limits,
     ) -> None:
         """Check requests.
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from residuum.rpc.errors import Failure, Reason
-from svc_common.security.tokens_file import Limits
+from svc_common.security.tokens_file import Limits, no_limits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ class Places:
     Only one event loop uses it, so it needs no lock.
     """
 
-    def __init__(self, total: int = 1024, limits_of: Callable[[str], Limits] = lambda _: Limits()) -> None:
+    def __init__(self, total: int = 1024, limits_of: Callable[[str], Limits] = no_limits) -> None:
         """Start with no requests.
 
         Args:

@@ -323,11 +323,13 @@ class Database:
             self.write(partial(Txn.put_trial, shard=shard, value=value))
             self._end_trial(shard)
 
-    def end_trial(self) -> None:
-        """Write to each file that holds frames what `try_room` writes at its end.
+    def commit_nothing(self) -> None:
+        """Commit a transaction to each file that holds frames: LMDB uses freed pages only two transactions later.
+
+        If there is no room, do nothing.
 
         Raises:
-            DamagedError: LMDB failed other than for want of room.
+            DamagedError: LMDB failed in another way.
         """
         for shard in range(self.num_shards):
             self._end_trial(shard)

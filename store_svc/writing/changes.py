@@ -30,7 +30,7 @@ from store_svc.writing.existing import is_replaced
 from store_svc.writing.placed import checksum_mismatch
 from store_svc.writing.quotas import Quotas, Replaced
 from store_svc.writing.room import store_full
-from svc_common.security.tokens_file import Limits
+from svc_common.security.tokens_file import Limits, no_limits
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Batch:
         self,
         txn: Txn,
         catalog: Catalog,
-        limits_of: Callable[[str], Limits] = lambda _: Limits(),
+        limits_of: Callable[[str], Limits] = no_limits,
         why_full: str = "",
     ) -> None:
         """Start with no changes.
@@ -457,8 +457,9 @@ class Batch:
         ledger = draft.ledger if draft else self._ended_ledger(number)
         check_chunk(chunk.header, manifest.description)
         cells = cells_of(chunk.header)
-        # Without a seal, the expected positions are only those that were found. Later ones are missing all the same.
-        if ledger.fresh(cells) if manifest.sequences else not ledger.has(cells):
+        # Without a seal, only the positions that were found are expected, so `fresh` would not return others.
+        has_new = bool(ledger.fresh(cells)) if manifest.sequences else not ledger.has(cells)
+        if has_new:
             raise _has_ended(manifest)
 
     def _check_same_seal(self, number: int, draft: Capture | None, seal: store_pb2.SealCaptureRequest) -> None:

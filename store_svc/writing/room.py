@@ -68,7 +68,7 @@ class Room:
         except StoreFullError as error:
             self.why_full = str(error)
             if freed:
-                self._db.end_trial()
+                self._db.commit_nothing()
         else:
             self._regain()
 

@@ -23,7 +23,7 @@ from store_svc.writing.room import Room, store_full
 from store_svc.writing.write_queue import Acks, Append, Command, Work, WorkQueue
 from svc_common.logs import bind_request, get_logger, request_scope
 from svc_common.rpc.serving import internal_failure
-from svc_common.security.tokens_file import Limits
+from svc_common.security.tokens_file import Limits, no_limits
 
 _T = TypeVar("_T")
 
@@ -78,7 +78,7 @@ class WriterOptions:
     """The same while the store is full, for captures that wait for their seal or for expected rows."""
     retention: RetentionPolicy = field(default_factory=RetentionPolicy)
     """How long, and how many, ended captures are kept."""
-    limits_of: Callable[[str], Limits] = lambda _: Limits()
+    limits_of: Callable[[str], Limits] = no_limits
     """Returns a tenant's limits."""
 
 

@@ -34,7 +34,7 @@ from tests.archive.support import (
     stats,
     wait_for_state,
 )
-from tests.store.support import describe, grid, make_chunk, serving, stored_frames
+from tests.store.support import Client, describe, grid, make_chunk, serving, stored_frames
 from tests.waiting import wait_for
 
 WIDTH = 1024
@@ -45,6 +45,13 @@ NUM_BYTES = 3 * 8 * WIDTH * 4
 @pytest.fixture
 def url(tmp_path: Path) -> str:
     return file_url(tmp_path / "archive")
+
+
+def copy_three(client: Client) -> None:
+    """Make the captures c0, c1 and c2, each once the one before is copied."""
+    for at in range(3):
+        capture(client, f"c{at}", width=WIDTH, prompt=8)
+        wait_for_state(client, COPIED, [f"c{at}"])
 
 
 def test_rows_stay_while_there_are_few(tmp_path: Path, url: str) -> None:
@@ -59,9 +66,7 @@ def test_rows_stay_while_there_are_few(tmp_path: Path, url: str) -> None:
 def test_captures_that_were_not_read_for_longest_are_dropped_first(tmp_path: Path, url: str) -> None:
     keep = int(3.5 * NUM_BYTES)
     with serving(tmp_path / "store", archive=url, archive_keep_bytes=keep) as (_, client):
-        for at in range(3):
-            capture(client, f"c{at}", width=WIDTH, prompt=8)
-            wait_for_state(client, COPIED, [f"c{at}"])
+        copy_three(client)
         expected = dict.fromkeys(("c0", "c1", "c2"), COPIED)
         wait_for(lambda: listed_states(client) == expected, "copies")  # a copy counts as a use, too
         client.read("c0")
@@ -195,9 +200,7 @@ def test_captures_that_wait_for_the_archive_expire_by_size(
 def test_a_store_that_has_lost_its_archive_setting_drops_no_rows(tmp_path: Path, url: str) -> None:
     """It deletes the oldest captures, as a store without an archive does, and can be started again."""
     with serving(tmp_path / "store", archive=url) as (_, client):
-        for at in range(3):
-            capture(client, f"c{at}", width=WIDTH, prompt=8)
-            wait_for_state(client, COPIED, [f"c{at}"])
+        copy_three(client)
     for _ in range(2):
         with serving(tmp_path / "store", retain_bytes=2 * NUM_BYTES + 1000) as (_, client):
             expected = dict.fromkeys(("c1", "c2"), capture_pb2.ARCHIVE_STATE_UNSPECIFIED)
@@ -213,9 +216,7 @@ def test_no_rows_are_dropped_before_the_archive_has_answered(
 ) -> None:
     """It may be another archive, which does not have the rows."""
     with serving(tmp_path / "store", archive=url) as (_, client):
-        for at in range(3):
-            capture(client, f"c{at}", width=WIDTH, prompt=8)
-            wait_for_state(client, COPIED, [f"c{at}"])
+        copy_three(client)
     with monkeypatch.context() as away:
         away.setattr(Objects, "put", failing_operation)
         with serving(tmp_path / "store", archive=url, archive_keep_bytes=0, retain_bytes=NUM_BYTES) as (store, client):

@@ -51,7 +51,7 @@ def search_request(
     """Build the request of a search; see `Client.search`.
 
     Raises:
-        InvalidRequest: An argument is invalid, or the site is not one of the directions.
+        InvalidRequest: An argument is invalid, or rows of the site are of another kind than the directions.
         BadVector: The vector is not one, or is zero.
     """
     check_one(layer, "resid_post" if site is None else site)
