@@ -174,8 +174,8 @@ async def test_a_request_is_refused_if_its_capture_is_after_generation_began(ser
     failure = await failure_of(service.events(ask(spec("s", CAPTURE))))
     assert failure.reason == Reason.ERROR_REASON_CAPTURE_EXISTS
     assert len(service.engine.calls) == len(service.engine.closed) == 2, "it did not wait for the store, and stopped"
+    await until(scrape, ("residuum_inference_open_captures", store.endpoint), 0)  # the seal of r is on its way
     expected = {
-        ("residuum_inference_open_captures", store.endpoint): 0,
         ("residuum_inference_running_requests",): 0,
         ("residuum_inference_requests_total", "finished"): 1,
         ("residuum_inference_requests_total", "refused"): 1,
