@@ -232,6 +232,20 @@ def test_three_columns_are_steered_and_stopped_while_they_generate(scripted, add
     expect(column.get_by_role("application")).to_be_visible()  # its heat map
 
 
+def test_steering_cannot_change_in_a_reply_that_an_operators_rule_may_steer(scripted, address, visit):
+    script = scripted.peer.servicer.script
+    script.may_rule_steer, hold = True, threading.Event()
+    script.hold = hold
+    page = visit(address).open("generate", s=columns([operation()]))
+    page.get_by_role("button", name="Generate", exact=True).click()
+    column = page.get_by_role("region", name="A", exact=True)
+    expect(column).to_contain_text("A rule of the operator may steer this reply")
+    expect(column.get_by_label("Scale", exact=True)).to_be_disabled()
+    hold.set()
+    expect(column.locator(".badge")).to_have_text("done")
+    expect(column.get_by_label("Scale", exact=True)).to_be_enabled()
+
+
 def test_a_mark_is_after_the_token_of_the_first_steered_row(scripted, address, visit):
     """The token at that position was sampled before: the next token is the first that the change affects."""
     hold = scripted.peer.servicer.script.hold = threading.Event()
