@@ -112,9 +112,9 @@ class CpuTap:
                     self._store(group, hidden, residual, unit)
 
     def _steer(self, batches: Sequence[OperationBatch], hidden: Tensor, residual: Tensor | None) -> None:
-        # Values are rounded to the model's dtype once, after the last operation. Only the difference is written back,
-        # and only where it is not zero. So a row that no operation moves keeps its bits: neither hidden + residual -
-        # residual nor -0.0 + 0.0 would.
+        # Values are rounded to the model's dtype once, after the last operation. With a residual, only the difference
+        # is written back. Elements that no operation moves are not written, so they keep their bits: neither hidden +
+        # residual - residual nor -0.0 + 0.0 would.
         rows = torch.cat([batch.rows for batch in batches]).unique()  # sorted
         before = hidden[rows].float()
         x = before if residual is None else before + residual[rows].float()
@@ -128,7 +128,8 @@ class CpuTap:
             opened = self._openness(x_now, batch.gates) if batch.gates else None
             steered[indices] = apply_batch(x_now, vectors, inverse_norms, batch, opened)
         steered = bounded(steered, x, reach(hidden.dtype))
-        hidden[rows] = torch.where(steered == x, before, before + (steered - x)).to(hidden.dtype)
+        written = steered if residual is None else before + (steered - x)
+        hidden[rows] = torch.where(steered == x, before, written).to(hidden.dtype)
 
     def _score(self, x: Tensor, vectors: Tensor, batch: OperationBatch) -> None:
         if self._scores is not None and batch.columns is not None:

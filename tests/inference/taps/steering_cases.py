@@ -280,6 +280,16 @@ def make_tables(
     return KernelTables(rows.to(device), table, bank, pool, scratch)
 
 
+def check_set(dtype: torch.dtype, hidden: int, steer_rows: Callable[[Case], torch.Tensor]) -> None:
+    """Check that rows without a residual are set exactly, also where they replace far larger numbers or infinities."""
+    rng = np.random.default_rng(0)
+    rows = torch.from_numpy(rng.choice([3e4, -3e4, 1.0], (4, hidden))).to(dtype)
+    rows[1, 0] = torch.inf
+    vectors = torch.from_numpy(rng.standard_normal((1, hidden)) * 1e-4).to(dtype).float().numpy()
+    case = Case(rows, None, [[Operation(Kind.SET, 0, (0,), select())]] * 4, vectors)
+    assert (steer_rows(case).float().numpy() == vectors).all()
+
+
 def check_captured(case: Case, tap: Callable[..., None], device: torch.device = CPU, *, before_steering: bool) -> None:
     """Check that captured rows are those that the model computes from what a tap returns, or gets, bit by bit.
 

@@ -18,6 +18,7 @@ from tests.inference.taps.steering_cases import (
     awkward_rows,
     check_captured,
     check_overflow,
+    check_set,
     idle_operations,
     make_case,
     make_tables,
@@ -79,6 +80,11 @@ def test_no_steering_makes_an_infinity_or_nan(dtype, has_residual):
     check_overflow(make_case(3, dtype, 24, 70, 1, has_residual=has_residual), steered)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_row_without_a_residual_is_set_exactly(dtype):
+    check_set(dtype, 70, steered)
+
+
 # ------------------------------------------------------------------------------------------------ the kernel on a GPU
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU to run the compiled kernel")
@@ -132,6 +138,13 @@ def test_steering_on_a_gpu_that_moves_nothing_keeps_every_bit_of_rows(seed, dtyp
 @pytest.mark.parametrize("hidden", [70, 2560, 4096])
 def test_no_steering_on_a_gpu_makes_an_infinity_or_nan(dtype, has_residual, hidden):
     check_overflow(make_case(3, dtype, 24, hidden, 1, has_residual=has_residual), steered_on_gpu)
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("hidden", [70, 2560, 4096, 11008])
+def test_a_row_without_a_residual_is_set_exactly_on_a_gpu(dtype, hidden):
+    check_set(dtype, hidden, steered_on_gpu)
 
 
 @needs_gpu

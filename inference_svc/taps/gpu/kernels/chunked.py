@@ -209,7 +209,9 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
                     steered = tl.load(steered_row + columns, mask=columns < width, other=0.0)
                     if far:
                         steered = bounded(steered, x, max_abs)
-                    after = (h + (steered - x)).to(dtype)  # only the difference is written back
+                    if HAS_RESIDUAL:
+                        steered = h + (steered - x)  # only the difference is written back
+                    after = steered.to(dtype)
                     tl.store(h_at + columns, after, mask=columns < width)
                     if HAS_RESIDUAL:
                         after = (after.to(tl.float32) + r).to(dtype)

@@ -59,7 +59,7 @@ def _write_back(  # type: ignore[no-untyped-def]
     HEAD: tl.constexpr,
     TAIL: tl.constexpr,
 ):
-    """Write what steering changed back into the hidden row: factor * v, or the difference of x from the sum."""
+    """Write what steering changed back into the hidden row: factor * v, x, or the difference of x from the sum."""
     # The stored numbers must have no other use. Only then does the compiler round two of them with one instruction.
     if is_added:  # the usual case, in few instructions
         h, h_tail = load(h_at, WIDTH, HEAD, TAIL, AGAIN)
@@ -71,10 +71,11 @@ def _write_back(  # type: ignore[no-untyped-def]
             _, _, original, original_tail = load_sum(h_at, r_at, HAS_RESIDUAL, WIDTH, HEAD, TAIL)
             x = bounded(x, original, max_abs)
             x_tail = bounded(x_tail, original_tail, max_abs)
-        y, y_tail, original, original_tail = load_sum(h_at, r_at, HAS_RESIDUAL, WIDTH, HEAD, TAIL)
-        y += x - original
-        y_tail += x_tail - original_tail
-        store(h_at, y.to(DTYPE), y_tail.to(DTYPE), WIDTH, HEAD, TAIL)
+        if HAS_RESIDUAL:
+            y, y_tail, original, original_tail = load_sum(h_at, r_at, True, WIDTH, HEAD, TAIL)
+            x = y + (x - original)
+            x_tail = y_tail + (x_tail - original_tail)
+        store(h_at, x.to(DTYPE), x_tail.to(DTYPE), WIDTH, HEAD, TAIL)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
