@@ -85,6 +85,14 @@ def bounded(steered: Tensor, x: Tensor, limit: float) -> Tensor:
     return torch.where(steered.isnan(), x, torch.maximum(torch.minimum(steered, bounds), -bounds))
 
 
+def written(moved: Tensor, dtype: torch.dtype) -> Tensor:
+    """Limit the numbers that are written into a hidden row which is a part of the sum to what its dtype holds.
+
+    With a large residual, that part may be larger than the sum, and than any float16.
+    """
+    return moved.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max)
+
+
 def openness(x: Tensor, v: Tensor, inverse_norms: Tensor, gates: GateBatch) -> Tensor:
     """Return how far gates are open for rows, from 0 to 1, float32 [g]. For a FEATURE, return its value.
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from inference_svc.taps.op import expert_rows
-from inference_svc.taps.operations import GateBatch, OperationBatch, apply_batch, bounded, openness, reach
+from inference_svc.taps.operations import GateBatch, OperationBatch, apply_batch, bounded, openness, reach, written
 from inference_svc.taps.plan import Kind
 from inference_svc.taps.steps.layout import PLACE, PROGRAM, ROW, STRIDE
 
@@ -128,8 +128,8 @@ class CpuTap:
             opened = self._openness(x_now, batch.gates) if batch.gates else None
             steered[indices] = apply_batch(x_now, vectors, inverse_norms, batch, opened)
         steered = bounded(steered, x, reach(hidden.dtype))
-        written = steered if residual is None else before + (steered - x)
-        hidden[rows] = torch.where(steered == x, before, written).to(hidden.dtype)
+        moved = steered if residual is None else written(before + (steered - x), hidden.dtype)
+        hidden[rows] = torch.where(steered == x, before, moved).to(hidden.dtype)
 
     def _score(self, x: Tensor, vectors: Tensor, batch: OperationBatch) -> None:
         if self._scores is not None and batch.columns is not None:

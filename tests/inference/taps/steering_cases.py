@@ -280,6 +280,17 @@ def make_tables(
     return KernelTables(rows.to(device), table, bank, pool, scratch)
 
 
+def check_large_residual(dtype: torch.dtype, hidden: int, steer_rows: Callable[[Case], torch.Tensor]) -> None:
+    """Check that rows stay finite where the residual is far from the steered row, and that NaN stays."""
+    residual = torch.full((2, hidden), 6e4).to(dtype)
+    rows = torch.zeros_like(residual)
+    rows[1, 0] = torch.nan
+    far = Operation(Kind.ADD, 0, (0,), select(), -1e5)
+    steered = steer_rows(Case(rows, residual, [[far], [far]], np.ones((1, hidden), np.float32)))
+    assert steered[1, 0].isnan()
+    assert steered.isfinite().sum() == (steered + residual < 0).sum() == 2 * hidden - 1
+
+
 def check_set(dtype: torch.dtype, hidden: int, steer_rows: Callable[[Case], torch.Tensor]) -> None:
     """Check that rows without a residual are set exactly, also where they replace far larger numbers or infinities."""
     rng = np.random.default_rng(0)

@@ -17,6 +17,7 @@ from tests.inference.taps.steering_cases import (
     Case,
     awkward_rows,
     check_captured,
+    check_large_residual,
     check_overflow,
     check_set,
     idle_operations,
@@ -81,6 +82,11 @@ def test_no_steering_makes_an_infinity_or_nan(dtype, has_residual):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_with_a_large_residual_stay_finite(dtype):
+    check_large_residual(dtype, 70, steered)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_row_without_a_residual_is_set_exactly(dtype):
     check_set(dtype, 70, steered)
 
@@ -138,6 +144,13 @@ def test_steering_on_a_gpu_that_moves_nothing_keeps_every_bit_of_rows(seed, dtyp
 @pytest.mark.parametrize("hidden", [70, 2560, 4096])
 def test_no_steering_on_a_gpu_makes_an_infinity_or_nan(dtype, has_residual, hidden):
     check_overflow(make_case(3, dtype, 24, hidden, 1, has_residual=has_residual), steered_on_gpu)
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("hidden", [70, 2560, 4096, 11008])
+def test_rows_with_a_large_residual_stay_finite_on_a_gpu(dtype, hidden):
+    check_large_residual(dtype, hidden, steered_on_gpu)
 
 
 @needs_gpu

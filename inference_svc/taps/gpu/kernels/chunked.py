@@ -42,6 +42,7 @@ from inference_svc.taps.gpu.kernels.parts import (
     opened,
     place_of,
     rescaling,
+    written,
 )
 from inference_svc.taps.gpu.tables import MAX_RESIDENT
 
@@ -181,7 +182,7 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
     HAS_RESIDUAL: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    dtype = hidden.dtype.element_ty
+    dtype: tl.constexpr = hidden.dtype.element_ty
     steered_row = scratch + tl.program_id(0).to(tl.int64) * width
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         row_line = row_table + row * ROW_FIELDS
@@ -210,7 +211,7 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
                     if far:
                         steered = bounded(steered, x, max_abs)
                     if HAS_RESIDUAL:
-                        steered = h + (steered - x)  # only the difference is written back
+                        steered = written(h + (steered - x), dtype)  # only the difference is written back
                     after = steered.to(dtype)
                     tl.store(h_at + columns, after, mask=columns < width)
                     if HAS_RESIDUAL:

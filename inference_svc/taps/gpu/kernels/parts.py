@@ -1,4 +1,4 @@
-# ruff: noqa: ANN001, ANN201 - Triton functions are written without annotations
+# ruff: noqa: ANN001, ANN201, N803 - Triton functions are written without annotations, their constants in capitals
 """What the kernels of the tap share: the tables' format, and the arithmetic of steering (operations.py)."""
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ GATED = tl.constexpr(tables.GATED)
 VECTOR = tl.constexpr(tables.MAX_BANK_ROWS - 1)
 ROW_FIELDS = tl.constexpr(tables.ROW_FIELDS)
 SCORE_COLUMNS = tl.constexpr(MAX_PROBE_OUTPUTS)
+LARGEST_FLOAT16 = tl.constexpr(65504.0)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -125,6 +126,15 @@ def bounded(steered, x, max_abs):  # type: ignore[no-untyped-def]
     bounds = tl.maximum(tl.abs(x), max_abs)
     is_number = steered == steered  # noqa: PLR0124 - NaN is not
     return tl.where(is_number, tl.minimum(tl.maximum(steered, -bounds), bounds), x)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def written(moved, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Limit the numbers that are written into a hidden row with a residual; see `operations.written`. NaN stays."""
+    if DTYPE == tl.float16:  # others hold far more than a residual has
+        moved = tl.where(moved > LARGEST_FLOAT16, LARGEST_FLOAT16, moved)
+        moved = tl.where(moved < -LARGEST_FLOAT16, -LARGEST_FLOAT16, moved)
+    return moved
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]

@@ -24,6 +24,7 @@ from inference_svc.taps.gpu.kernels.parts import (
     bounded,
     load_gate,
     number,
+    written,
 )
 from inference_svc.taps.gpu.kernels.resident_rows import (
     AGAIN,
@@ -73,8 +74,8 @@ def _write_back(  # type: ignore[no-untyped-def]
             x_tail = bounded(x_tail, original_tail, max_abs)
         if HAS_RESIDUAL:
             y, y_tail, original, original_tail = load_sum(h_at, r_at, True, WIDTH, HEAD, TAIL)
-            x = y + (x - original)
-            x_tail = y_tail + (x_tail - original_tail)
+            x = written(y + (x - original), DTYPE)
+            x_tail = written(y_tail + (x_tail - original_tail), DTYPE)
         store(h_at, x.to(DTYPE), x_tail.to(DTYPE), WIDTH, HEAD, TAIL)
 
 

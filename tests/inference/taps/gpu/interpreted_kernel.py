@@ -81,6 +81,7 @@ def main(name: str) -> None:
         steering.check_overflow(case, lambda case, tap=tap: steered(case, tap))
     for tap in (chunked.tap, resident.tap):
         steering.check_set(dtype, 70, lambda case, tap=tap: steered(case, tap))
+        steering.check_large_residual(dtype, 70, lambda case, tap=tap: steered(case, tap))
     for seed, tap in enumerate((resident.tap, norm), start=2 * number):
         check_lone_adds(tap, dtype, 70, seed)
     if dtype == torch.float16:
