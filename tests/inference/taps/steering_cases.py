@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pytest
 import torch
 
 from inference_svc.taps.bank import VectorBank
@@ -289,6 +290,16 @@ def check_large_residual(dtype: torch.dtype, hidden: int, steer_rows: Callable[[
     steered = steer_rows(Case(rows, residual, [[far], [far]], np.ones((1, hidden), np.float32)))
     assert steered[1, 0].isnan()
     assert steered.isfinite().sum() == (steered + residual < 0).sum() == 2 * hidden - 1
+
+
+def check_gathered_norm(dtype: torch.dtype, hidden: int, steer_rows: Callable[[Case], torch.Tensor]) -> None:
+    """Check that rows stay finite if an operation gathers their norm in one element."""
+    rows = torch.zeros(1, hidden).to(dtype)
+    rows[0, :2] = 5e4
+    kept = Operation(Kind.SET, 0, (0,), select(), keep_norm=True)
+    case = Case(rows, torch.zeros_like(rows), [[kept]], np.eye(1, hidden, 1, dtype=np.float32))
+    bound = max(5e4, reach(dtype))
+    assert float(steer_rows(case)[0, 1]) == pytest.approx(min(5e4 * math.sqrt(2), bound), rel=0.01)
 
 
 def check_set(dtype: torch.dtype, hidden: int, steer_rows: Callable[[Case], torch.Tensor]) -> None:

@@ -17,6 +17,7 @@ from tests.inference.taps.steering_cases import (
     Case,
     awkward_rows,
     check_captured,
+    check_gathered_norm,
     check_large_residual,
     check_overflow,
     check_set,
@@ -82,8 +83,9 @@ def test_no_steering_makes_an_infinity_or_nan(dtype, has_residual):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_rows_with_a_large_residual_stay_finite(dtype):
+def test_rows_with_a_large_residual_or_norm_stay_finite(dtype):
     check_large_residual(dtype, 70, steered)
+    check_gathered_norm(dtype, 70, steered)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -149,8 +151,9 @@ def test_no_steering_on_a_gpu_makes_an_infinity_or_nan(dtype, has_residual, hidd
 @needs_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("hidden", [70, 2560, 4096, 11008])
-def test_rows_with_a_large_residual_stay_finite_on_a_gpu(dtype, hidden):
+def test_rows_with_a_large_residual_or_norm_stay_finite_on_a_gpu(dtype, hidden):
     check_large_residual(dtype, hidden, steered_on_gpu)
+    check_gathered_norm(dtype, hidden, steered_on_gpu)
 
 
 @needs_gpu

@@ -117,7 +117,7 @@ def _apply_in_chunks(row, width, entry, count, bank, inverse_norms, max_abs, sco
             x = tl.load(row + start + chunk, mask=inside, other=0.0)
             tl.store(row + start + chunk, x * rescaled, mask=inside)
         tl.debug_barrier()
-    return factor != 0.0, is_far_moved(kind, factor, inverse, max_abs)
+    return factor != 0.0, is_far_moved(code, factor, inverse, max_abs)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]

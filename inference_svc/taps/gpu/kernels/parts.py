@@ -114,10 +114,11 @@ def rescaling(before, after, factor):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def is_far_moved(kind, factor, inverse, max_abs):  # type: ignore[no-untyped-def]
+def is_far_moved(code, factor, inverse, max_abs):  # type: ignore[no-untyped-def]
     """Return whether an operation may have moved a row by more than a thousandth of `max_abs`."""
     is_near = tl.abs(factor) <= max_abs * 1e-3 * inverse  # false if factor is NaN, so such a row counts as moved far
-    return (is_near == 0) | (kind == MULTIPLY)
+    # With KEEP_NORM, a small vector may get the norm of a large row, in a single element.
+    return (is_near == 0) | ((code >> KIND_SHIFT) == MULTIPLY) | ((code & KEEP_NORM) != 0)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -131,7 +132,7 @@ def bounded(steered, x, max_abs):  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def written(moved, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Limit the numbers that are written into a hidden row with a residual; see `operations.written`. NaN stays."""
-    if DTYPE == tl.float16:  # others hold far more than a residual has
+    if tl.float16 == DTYPE:  # others hold far more than a residual has
         moved = tl.where(moved > LARGEST_FLOAT16, LARGEST_FLOAT16, moved)
         moved = tl.where(moved < -LARGEST_FLOAT16, -LARGEST_FLOAT16, moved)
     return moved

@@ -115,7 +115,7 @@ def _apply(  # type: ignore[no-untyped-def]
     factor = _factor(x, x_tail, v, v_tail, code, scale_or_low, high, gate, inverse, opening, scores, TAIL)
     kind = code >> KIND_SHIFT
     moves = factor != 0.0
-    is_far = moves & is_far_moved(kind, factor, inverse, max_abs)
+    is_far = moves & is_far_moved(code, factor, inverse, max_abs)
     only_adds = moves & (is_far == 0) & (is_direct(kind) == 0) & ((code & KEEP_NORM) == 0)
     # Without `moves`, an operation that adds zeros would make a positive zero of a negative one.
     if moves & ((only_adds & leaves_add) == 0):

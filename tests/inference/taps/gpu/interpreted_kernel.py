@@ -79,6 +79,8 @@ def main(name: str) -> None:
     for has_residual, tap in ((False, chunked.tap), (True, resident.tap)):
         case = steering.make_case(3, dtype, 24, 70, 1, has_residual=has_residual)
         steering.check_overflow(case, lambda case, tap=tap: steered(case, tap))
+    for tap in (chunked.tap, resident.tap, norm):
+        steering.check_gathered_norm(dtype, 70, lambda case, tap=tap: steered(case, tap))
     for tap in (chunked.tap, resident.tap):
         steering.check_set(dtype, 70, lambda case, tap=tap: steered(case, tap))
         steering.check_large_residual(dtype, 70, lambda case, tap=tap: steered(case, tap))
