@@ -146,9 +146,9 @@ def apply_batch(
         moved[batch.gates.at] = _gated(x[batch.gates.at], moved[batch.gates.at], opened.unsqueeze(-1))
     if not batch.keeps_norm.any():
         return moved
-    before, after = x.norm(dim=-1), moved.norm(dim=-1)
+    before, after = (rows.double().norm(dim=-1) for rows in (x, moved))  # the squares may be beyond float32
     rescaled = torch.where(batch.keeps_norm & (after > 0), before / after, 1.0)  # a row that became zero stays zero
-    return moved * rescaled.unsqueeze(-1)
+    return moved * rescaled.float().unsqueeze(-1)
 
 
 def _gated(x: Tensor, moved: Tensor, opened: Tensor) -> Tensor:

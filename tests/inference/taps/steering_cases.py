@@ -302,6 +302,17 @@ def check_gathered_norm(dtype: torch.dtype, hidden: int, steer_rows: Callable[[C
     assert float(steer_rows(case)[0, 1]) == pytest.approx(min(5e4 * math.sqrt(2), bound), rel=0.01)
 
 
+def check_long_vectors(dtype: torch.dtype, hidden: int, steer_rows: Callable[[Case], torch.Tensor]) -> None:
+    """Check that a row keeps its norm beside a vector whose squares are beyond float32."""
+    rows = torch.ones(3, hidden).to(dtype)
+    scales = (1e18, -1e25, 3e38)
+    operations = [[Operation(Kind.ADD, 0, (0,), select(), scale, keep_norm=True)] for scale in scales]
+    got = steer_rows(Case(rows, None, operations, np.eye(1, hidden, 1, dtype=np.float32))).double().numpy()
+    wanted = np.zeros((3, hidden))
+    wanted[:, 1] = math.sqrt(hidden) * np.sign(scales)
+    np.testing.assert_allclose(got, wanted, rtol=2 * ROUNDING[dtype], atol=1e-6)
+
+
 def check_set(dtype: torch.dtype, hidden: int, steer_rows: Callable[[Case], torch.Tensor]) -> None:
     """Check that rows without a residual are set exactly, also where they replace far larger numbers or infinities."""
     rng = np.random.default_rng(0)

@@ -19,6 +19,7 @@ from tests.inference.taps.steering_cases import (
     check_captured,
     check_gathered_norm,
     check_large_residual,
+    check_long_vectors,
     check_overflow,
     check_set,
     idle_operations,
@@ -89,6 +90,11 @@ def test_rows_with_a_large_residual_or_norm_stay_finite(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_keep_their_norm_beside_the_longest_vectors(dtype):
+    check_long_vectors(dtype, 70, steered)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_row_without_a_residual_is_set_exactly(dtype):
     check_set(dtype, 70, steered)
 
@@ -154,6 +160,13 @@ def test_no_steering_on_a_gpu_makes_an_infinity_or_nan(dtype, has_residual, hidd
 def test_rows_with_a_large_residual_or_norm_stay_finite_on_a_gpu(dtype, hidden):
     check_large_residual(dtype, hidden, steered_on_gpu)
     check_gathered_norm(dtype, hidden, steered_on_gpu)
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("hidden", [70, 2560, 4096, 11008])
+def test_rows_keep_their_norm_beside_the_longest_vectors_on_a_gpu(dtype, hidden):
+    check_long_vectors(dtype, hidden, steered_on_gpu)
 
 
 @needs_gpu

@@ -42,6 +42,7 @@ from inference_svc.taps.gpu.kernels.parts import (
     opened,
     place_of,
     rescaling,
+    summable,
     written,
 )
 from inference_svc.taps.gpu.tables import MAX_RESIDENT
@@ -100,7 +101,7 @@ def _apply_in_chunks(row, width, entry, count, bank, inverse_norms, max_abs, sco
         if kind == SCORE:
             tl.store(scores + tl.load(entry + 3), product)
         factor = factor_of(kind, product * inverse, scale_or_low, high, inverse)
-    factor = gated(kind, factor, opening, scale_or_low, high)
+    factor = summable(code, gated(kind, factor, opening, scale_or_low, high), inverse)
     before, after = tl.zeros((CHUNK,), dtype=tl.float32), tl.zeros((CHUNK,), dtype=tl.float32)
     for start in range(0, width, CHUNK):
         inside = start + chunk < width

@@ -29,6 +29,8 @@ VECTOR = tl.constexpr(tables.MAX_BANK_ROWS - 1)
 ROW_FIELDS = tl.constexpr(tables.ROW_FIELDS)
 SCORE_COLUMNS = tl.constexpr(MAX_PROBE_OUTPUTS)
 LARGEST_FLOAT16 = tl.constexpr(65504.0)
+LONGEST = tl.constexpr(1e17)
+"""The longest vector that an operation which keeps the norm adds; see `summable`."""
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -104,6 +106,17 @@ def moved_by(kind, x, v, factor):  # type: ignore[no-untyped-def]
     x = tl.where((kind == SET) & (factor == 1.0), 0.0, x)
     kept = tl.where(is_direct(kind), 1.0 - factor, 1.0) + tl.where(kind == MULTIPLY, factor, 0.0) * v
     return x * kept + tl.where(kind == MULTIPLY, 0.0, factor) * v
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def summable(code, factor, inverse):  # type: ignore[no-untyped-def]
+    """Limit a factor so that the row's squares can be summed after the operation, if it keeps the norm.
+
+    Beside such a vector the row itself is nothing, so the result is the same.
+    """
+    most = LONGEST * inverse
+    limited = tl.where(factor > most, most, tl.where(factor < -most, -most, factor))  # NaN stays
+    return tl.where(((code & KEEP_NORM) != 0) & (is_direct(code >> KIND_SHIFT) == 0), limited, factor)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]

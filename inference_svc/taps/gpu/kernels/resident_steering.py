@@ -28,6 +28,7 @@ from inference_svc.taps.gpu.kernels.parts import (
     number,
     opened,
     rescaling,
+    summable,
 )
 from inference_svc.taps.gpu.kernels.resident_rows import dot, load, load_if, products, zeros
 
@@ -67,7 +68,7 @@ def _factor(  # type: ignore[no-untyped-def]
         if kind == SCORE:
             tl.store(scores + gate, product)
         factor = factor_of(kind, product * inverse, scale_or_low, high, inverse)
-    return gated(kind, factor, opening, scale_or_low, high)
+    return summable(code, gated(kind, factor, opening, scale_or_low, high), inverse)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
