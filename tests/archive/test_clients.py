@@ -19,7 +19,7 @@ import residuum
 from residuum.cli.services.doctor import _examine_stats
 from residuum.v1 import store_pb2
 from tests.archive.s3 import Call, Proxy
-from tests.archive.support import MOVED, capture, listed_states, wait_for_state
+from tests.archive.support import MOVED, PROMPT, capture, listed_states, wait_for_state
 from tests.store.support import POST, Client, describe, row, serving
 from tests.waiting import wait_for
 
@@ -66,11 +66,28 @@ def test_a_client_waits_for_an_archive_that_is_away(plain: Client, client: resid
     timer.join()
 
 
-def read_soon(client: residuum.Client) -> None:
+def test_reads_of_many_captures_wait_for_an_archive_that_is_away(
+    plain: Client, client: residuum.Client, s3: Proxy
+) -> None:
+    for name in "ab":
+        capture(plain, name)
+    wait_for_state(plain, MOVED, "ab")
+    wait_for(lambda: not plain.stub.GetStats(store_pb2.GetStatsRequest()).num_chunks, "empty database")
+    s3.before = lambda call: call.answer(403, "ExpiredToken")
+    with pytest.raises(residuum.ArchiveUnreachable, match=r"only in the archive.* tried again for"):
+        read_soon(client, ["a", "b"])
+    threading.Timer(1.0, s3.work).start()
+    assert [acts.manifest.capture_id for acts in client.activations(["b", "a"], timeout=60)] == ["b", "a"]
+    s3.before = lambda call: call.answer(403, "ExpiredToken")
+    threading.Timer(1.0, s3.work).start()
+    assert len(client.rows(["a", "b"], layer=2)) == 2 * PROMPT
+
+
+def read_soon(client: residuum.Client, capture_ids: str | list[str] = "a") -> None:
     try:
-        client.activations("a", timeout=0.5)
+        client.activations(capture_ids, timeout=0.5)
     except residuum.DeadlineExceeded:  # on a busy machine, no attempt had an answer
-        client.activations("a", timeout=30)
+        client.activations(capture_ids, timeout=30)
 
 
 def test_archived_alone_waits_and_a_limit_ends_the_wait(plain: Client, client: residuum.Client, s3: Proxy) -> None:

@@ -326,7 +326,8 @@ class StoreClient:
     ) -> Iterator[Activations]:
         """Yield the activations of captures, store by store, and of one store in the order of `capture_ids`.
 
-        Captures that the read waits for come as they end. Reads in different lanes use different connections.
+        Captures that the read waits for come as they end, or when the archive works again. Reads in different lanes use
+        different connections.
 
         Raises:
             UnknownCapture: No store holds some of the captures; the message names them.
@@ -424,20 +425,21 @@ class StoreClient:
             )
             try:
                 for data in call:
-                    retries.progress()
                     self._channels.note_answer(endpoint)
                     is_guess = False
                     yield data
+                    if reading.take_progress():
+                        retries.progress()
                     if memory is not None:
                         memory.release()
                 ended = True
-            except grpc.RpcError as error:
+                reading.check_done()
+            except (grpc.RpcError, exc.ArchiveUnreachable) as error:
                 failure = self._as_own(error, endpoint)
                 delay = None if is_guess else retries.seconds_after(failure, self._patience(failure))
                 if delay is None:
                     raise (retries.verdict(failure) or reading.explain(failure)) from None
             else:
-                reading.check_done()
                 return
             finally:
                 call.cancel()

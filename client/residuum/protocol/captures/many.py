@@ -151,6 +151,8 @@ class ManyReading:
         self._asked: list[str] = []
         self._readings: dict[str, Reading] = {}
         self._unknown: dict[str, exc.UnknownCapture] = {}
+        self._away: exc.ArchiveUnreachable | None = None
+        self._has_progressed = False
         self._memory: SharedPayloads | None = None
 
     @property
@@ -165,6 +167,7 @@ class ManyReading:
             memory: The shared memory for large payloads.
         """
         self._asked = list(self._left)
+        self._away = None
         self._memory = memory
         for reading in self._readings.values():
             reading.begin()
@@ -202,12 +205,20 @@ class ManyReading:
         unknown, self._unknown = self._unknown, {}
         return unknown
 
+    def take_progress(self) -> bool:
+        """Return whether anything but failures that may pass has come since the last call."""
+        had_progress, self._has_progressed = self._has_progressed, False
+        return had_progress
+
     def check_done(self) -> None:
         """Check that a stream that ended without an error was complete.
 
         Raises:
+            ArchiveUnreachable: Rows are only in the archive, which does not work. `request` asks for them again.
             ServerFault: It ended before its last capture.
         """
+        if self._away is not None:
+            raise self._away
         if self._left:
             first = next(iter(self._left))
             raise exc.ServerFault(
@@ -224,6 +235,7 @@ class ManyReading:
         if part.HasField("error"):
             self._fail(capture_id, part)
             return None
+        self._has_progressed = True
         reading = self._readings.get(capture_id)
         if reading is None:
             if capture_id not in self._left:
@@ -251,6 +263,10 @@ class ManyReading:
 
     def _fail(self, capture_id: str, part: store_pb2.CaptureRows) -> None:
         failure = from_item_error(part.error, capture_id=capture_id)
+        if isinstance(failure, exc.ArchiveUnreachable):
+            self._away = failure  # the store goes on with the other captures
+            return
+        self._has_progressed = True
         if not isinstance(failure, exc.UnknownCapture) or capture_id not in self._left:
             raise failure
         self._unknown[capture_id] = failure
