@@ -120,7 +120,7 @@ class CaptureClient(DeletionClient):
             AbortedCapture: The request was aborted.
             OpenCapture: `wait` is false and the capture is still being written.
             UnknownCapture: The capture does not exist: the request captured nothing, or the capture was deleted or has
-                expired. For a list, the message names the captures that do not exist.
+                expired, or was replaced while it was read. For a list, the message names those that do not exist.
             InvalidRequest: A layer or site was not captured.
             DeadlineExceeded: The timeout expired.
             Unreachable: The store was away until the timeout, or one side refused the other's certificate.
@@ -306,6 +306,7 @@ class CaptureClient(DeletionClient):
         Raises:
             IncompleteCapture: Rows are missing. It is raised after the last piece.
             AbortedCapture: The request was aborted. It is raised after the last piece.
+            UnknownCapture: The capture does not exist, was deleted, or was replaced after the first piece.
             Unreachable: The store was away until the timeout.
 
         Warns:

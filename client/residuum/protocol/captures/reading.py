@@ -174,6 +174,7 @@ class Reading:
         Raises:
             DamagedCapture: The message or its rows are damaged.
             ServerFault: The message is out of order, or its rows do not match the capture.
+            UnknownCapture: The capture was replaced by another one since the first message.
         """
         try:
             message = parse_read(data, self._memory)
@@ -236,7 +237,18 @@ class Reading:
         self._manifests_seen = 2 if self._manifests_seen else 0
 
     def add_manifest(self, manifest: capture_pb2.CaptureManifest) -> None:
-        """Add a manifest: the one before the first row, or the one after the last row."""
+        """Add a manifest: the one before the first row, or the one after the last row.
+
+        Raises:
+            UnknownCapture: It is of another capture than the rows so far: that one was replaced.
+        """
+        if self._manifest is not None and _identity(manifest) != _identity(self._manifest):
+            raise exc.UnknownCapture(
+                f"The capture {self.request.capture_id} was replaced while it was read: another one has its ID now. "
+                "Read it again.",
+                reason="UNKNOWN_CAPTURE",
+                metadata=self._facts(),
+            )
         self._manifests_seen += 1
         if manifest != self._manifest:  # that of an ended capture comes twice
             self._manifest = manifest
@@ -390,6 +402,11 @@ def not_complete(manifest: Manifest) -> exc.CaptureNotComplete:
     why = ": ".join(part for part in (manifest.reason, manifest.detail) if part) or "no reason given"
     kind = exc.StoreFullCapture if manifest.reason == "STORE_FULL" else exc.IncompleteCapture
     return kind(f"{name} is incomplete ({why}). Missing: {missing}. {rest}", manifest, reason=manifest.reason)
+
+
+def _identity(manifest: capture_pb2.CaptureManifest) -> tuple[int, int]:
+    """Return what differs between two captures that have had the same ID."""
+    return manifest.open_time.ToNanoseconds(), manifest.description.attempt
 
 
 def _row_format(manifest: Manifest, site: str) -> RowFormat:
