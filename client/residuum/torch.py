@@ -38,8 +38,10 @@ from residuum.captures.row_stream import (
 from residuum.client import Client
 from residuum.exceptions import InvalidRequest
 from residuum.protocol.captures.many import check_choice, check_ids, check_some, warn_of_left_out, warn_of_no_rows
+from residuum.protocol.captures.tenants import tenant_of
 from residuum.protocol.deadlines import Deadline
 from residuum.protocol.requests import RequestLike
+from residuum.values.replies.capture_summaries import CaptureSummary
 from residuum.values.selections.layers_and_positions import LayersLike, PositionsLike, index_list
 from residuum.values.selections.points import SITES as _SITE_NUMBERS
 
@@ -306,15 +308,16 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
     ) -> dict[str, float]:
         """Look up and check all captures. Return the value of a label of each that has one."""
         values: dict[str, float] = {}
-        with self._open() as client:
-            if captures is None:
+        found: list[CaptureSummary] = []
+        if captures is None:
+            with self._open() as client:
                 found = client._selected(prefix, where, Deadline(self._connection["timeout"]))  # noqa: SLF001 - retries
-                for summary in found:
-                    if summary.state == "open":
-                        client.manifest(summary.capture_id, wait=self._connection["timeout"] or True)
-                names = [summary.capture_id for summary in found]
-            else:
-                names = check_ids(captures)
+            self._connection["tenant"] = tenant_of(found, self._connection["tenant"])
+        with self._open() as client:
+            for summary in found:
+                if summary.state == "open":
+                    client.manifest(summary.capture_id, wait=self._connection["timeout"] or True)
+            names = [summary.capture_id for summary in found] if captures is None else check_ids(captures)
             leaves_out = captures is None and not self._choice.allow_partial
             left_out: list[Manifest] = []
             taken: list[str] = []

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from residuum import exceptions as exc
 from residuum._async import io
@@ -29,6 +30,7 @@ from residuum.protocol.captures.many import (
 )
 from residuum.protocol.captures.reading import Piece, Reading, ReadPlan, plan_read
 from residuum.protocol.captures.stores import silent_store
+from residuum.protocol.captures.tenants import tenant_of
 from residuum.protocol.deadlines import Deadline, get_request, label_request, list_request
 from residuum.protocol.requests import RequestLike, check_capture_id
 from residuum.transport.connections import ReadRetries
@@ -42,6 +44,9 @@ from residuum.values.replies.service_status import StoreStats
 from residuum.values.selections.layers_and_positions import LayersLike, PositionsLike
 from residuum.wire.labels import LabelValue, to_dict
 from residuum.wire.placement import StoreAddress
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class AsyncCaptureClient(AsyncDeletionClient):
@@ -190,7 +195,8 @@ class AsyncCaptureClient(AsyncDeletionClient):
 
         Raises:
             InvalidRequest: No capture matches; `captures` and a filter are both given or both missing; a capture lacks
-                the layer or site; or rows differ in width. The other errors are those of `activations`.
+                the layer or site; rows differ in width; or an admin's filter selects captures of several tenants. The
+                other errors are those of `activations`.
 
         Warns:
             LeftOutWarning: Captures that `prefix` and `where` select are not complete, and were left out.
@@ -203,14 +209,16 @@ class AsyncCaptureClient(AsyncDeletionClient):
         """
         builder = RowsBuilder(layer, site)
         deadline = Deadline(timeout)
-        names = await self._chosen(captures, prefix, where, deadline)
+        client, names = await self._chosen(captures, prefix, where, deadline)
         leaves_out = captures is None and not allow_partial
         choice: dict[str, Any] = {
             "layers": layer, "sites": site, "sequences": sequences, "positions": positions,
             "follow": True, "allow_partial": allow_partial or leaves_out,
         }  # fmt: skip
         plan = replace(plan_read(names[0], **choice), warns_if_empty=False) if names else None
-        found = await self._activations_of(names, plan, deadline.remaining(), progress=progress)
+        found = await client._activations_of(  # noqa: SLF001 - this client, for a tenant
+            names, plan, deadline.remaining(), progress=progress
+        )
         left_out = []
         for acts in in_order(names, found):
             if leaves_out and acts.manifest.state != "complete":
@@ -488,7 +496,8 @@ class AsyncCaptureClient(AsyncDeletionClient):
             The number of bytes freed. A filter that selects no capture frees 0.
 
         Raises:
-            InvalidRequest: A request and a filter are both given, or neither.
+            InvalidRequest: A request and a filter are both given, or neither; or an admin's filter selects captures of
+                several tenants.
             UnknownCapture: The capture does not exist. For a list, the message names the captures that do not exist.
             Unreachable: The capture's store, or one that may hold it, does not answer.
 
@@ -499,7 +508,8 @@ class AsyncCaptureClient(AsyncDeletionClient):
         check_deletion(request_id, prefix, states, where)
         if request_id is None:
             found = await self._selected(prefix, where, Deadline(self._timeout), states)
-            return await self._delete_many([item.capture_id for item in found], may_be_gone=True)
+            names = [item.capture_id for item in found]
+            return await self._for(found)._delete_many(names, may_be_gone=True)  # noqa: SLF001 - as in `rows`
         if is_many(request_id):
             return await self._delete_many(check_ids(request_id), may_be_gone=False)
         return await self._delete(check_capture_id(request_id))
@@ -608,27 +618,38 @@ class AsyncCaptureClient(AsyncDeletionClient):
 
     async def _chosen(
         self, captures: Iterable[RequestLike] | None, prefix: str | None, where: str, deadline: Deadline
-    ) -> list[str]:
-        """Return the IDs of the captures that the caller named, or those that the filter selects."""
+    ) -> tuple[Self, list[str]]:
+        """Return the IDs of the captures that the caller named, or those that the filter selects, and their client."""
         if captures is not None:
             check_choice(captures, prefix, where)
-            return check_ids(captures)
+            return self, check_ids(captures)
         prefix = check_filter(prefix, where)
         found = await self._selected(prefix, where, deadline)
-        return check_some([item.capture_id for item in found], prefix, where)
+        return self._for(found), check_some([item.capture_id for item in found], prefix, where)
+
+    def _for(self, found: Iterable[CaptureSummary]) -> Self:
+        """Return this client for the tenant of captures that a filter has found. See `tenant_of` for the error."""
+        client = copy.copy(self)
+        client._tenant = tenant_of(found, self._tenant)  # noqa: SLF001 - as in `rows`
+        return client
 
     async def _selected(
         self, prefix: str, where: str, deadline: Deadline, states: str | Iterable[str] = ()
     ) -> list[CaptureSummary]:
-        """Return the captures that a filter selects, by ID. If a store is away, list again, as reads do."""
+        """Return the captures that a filter selects, by ID. If a store is away, list again, as reads do.
+
+        An admin's filter may select captures of other tenants: read and delete them with the client of `_for`.
+        """
         request, retries = list_request(prefix, states, where), ReadRetries(deadline)
         while True:
             try:
-                found = {item.capture_id: item async for item in self._captures(request, allow_partial=False)}
+                found = {
+                    (item.capture_id, item.tenant): item async for item in self._captures(request, allow_partial=False)
+                }
             except exc.ResiduumError as failure:
                 delay = retries.seconds_after(failure, self._patience(failure))
                 if delay is None:
                     raise (retries.verdict(failure) or failure) from None
             else:
-                return [found[name] for name in sorted(found)]
+                return [found[key] for key in sorted(found)]
             await io.sleep(delay)

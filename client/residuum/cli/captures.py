@@ -173,6 +173,8 @@ def pull(options: argparse.Namespace, output: Output) -> int:
         found = list(client.captures(**chosen))
         if not found:
             output.note("no captures match" + _other_tenants(client))
+        # An admin's filter may find captures of another tenant.
+        reader = client._for(found) if isinstance(client, residuum.Client) else client  # noqa: SLF001
         folder.mkdir(parents=True, exist_ok=True)
         paths = {item.capture_id: folder / f"{item.capture_id}.{kind}" for item in found}
         there = set() if options.force else {name for name, path in paths.items() if is_export(path)}
@@ -188,7 +190,7 @@ def pull(options: argparse.Namespace, output: Output) -> int:
                     f"{item.capture_id} is {item.state} and was left out; --allow-partial writes its present rows"
                 )
                 continue
-            _pull_one(client, item.capture_id, str(paths[item.capture_id]), kind, options, output)
+            _pull_one(reader, item.capture_id, str(paths[item.capture_id]), kind, options, output)
     return 0
 
 
@@ -335,12 +337,13 @@ def remove(options: argparse.Namespace, output: Output) -> int:
             if not found:
                 output.note("no captures match")
                 return 0
+            deleter = client._for(found)  # noqa: SLF001 - an admin's filter may find captures of another tenant
             if not options.yes and not _agrees(found):
                 output.error("nothing was deleted; pass --yes to delete without being asked")
                 return 1
             freed: list[int] = []
             show = _show_deleted if output.as_json else lambda _name, count, _output: freed.append(count)
-            status = _delete([summary.capture_id for summary in found], client, show, output)
+            status = _delete([summary.capture_id for summary in found], deleter, show, output)
             output.say(f"deleted {len(freed):,} capture{'' if len(freed) == 1 else 's'}, {size(sum(freed))} freed")
             return status
         return _delete(options.ids, client, _show_deleted, output)

@@ -20,8 +20,10 @@ from residuum.exceptions import InvalidRequest
 from residuum.exports.arrow import batches_of, row_batch, schema_of, token_texts
 from residuum.exports.parts import portable
 from residuum.protocol.captures.many import check_choice, check_filter, check_ids, check_some, warn_of_left_out
+from residuum.protocol.captures.tenants import tenant_of
 from residuum.protocol.deadlines import Deadline
 from residuum.protocol.requests import RequestLike
+from residuum.values.replies.capture_summaries import CaptureSummary
 from residuum.values.selections.layers_and_positions import LayersLike, PositionsLike, index_list
 from residuum.wire.labels import LabelValue
 
@@ -154,14 +156,17 @@ def _look_up(source: _Source, names: list[str] | None, prefix: str, where: str, 
     leaves_out = names is None and not choice.allow_partial
     left_out: list[Manifest] = []
     found: list[_Found] = []
-    with source.open() as client:
-        if names is None:
-            timeout = source.connection["timeout"]
+    summaries: list[CaptureSummary] = []
+    timeout = source.connection["timeout"]
+    if names is None:
+        with source.open() as client:
             summaries = client._selected(prefix, where, Deadline(timeout))  # noqa: SLF001 - with retries
-            for summary in summaries:
-                if summary.state == "open":
-                    client.manifest(summary.capture_id, wait=timeout or True)
-            names = [summary.capture_id for summary in summaries]
+        source.connection["tenant"] = tenant_of(summaries, source.connection["tenant"])
+        names = [summary.capture_id for summary in summaries]
+    with source.open() as client:
+        for summary in summaries:
+            if summary.state == "open":
+                client.manifest(summary.capture_id, wait=timeout or True)
         for manifest in look_up(client, check_some(names, prefix, where)):
             if leaves_out and manifest.state != "complete":
                 left_out.append(manifest)

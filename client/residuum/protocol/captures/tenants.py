@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TypeVar
 
 from residuum.exceptions import InvalidRequest
 from residuum.v1 import store_pb2
+from residuum.values.replies.capture_summaries import CaptureSummary
 from residuum.wire.tokens import is_valid_tenant
 
 _Request = TypeVar("_Request")
@@ -41,3 +43,23 @@ def for_tenant(request: _Request, tenant: str | None) -> _Request:
     if tenant is not None and isinstance(request, _TENANT_REQUESTS):
         request.tenant = tenant
     return request
+
+
+def tenant_of(found: Iterable[CaptureSummary], chosen: str | None) -> str | None:
+    """Return the tenant to name in calls about captures that a filter has found; `chosen` if it has found none.
+
+    Without a tenant, an ID names a capture of the token's own tenant. But an admin's lists have those of all tenants.
+
+    Raises:
+        InvalidRequest: They are of several tenants.
+    """
+    tenants = sorted({item.tenant for item in found})
+    if len(tenants) > 1:
+        names = ", ".join(map(repr, tenants))
+        raise InvalidRequest(
+            f"The filter selects captures of several tenants: {names}. Choose one: Client(..., "
+            f"tenant={tenants[-1]!r}), or --tenant of the command.",
+            reason="INVALID_FIELD",
+            metadata={"field": "tenant"},
+        )
+    return tenants[0] if tenants else chosen
