@@ -324,8 +324,8 @@ def write_value(value: LabelValue) -> str:
     """Return a value as it is written in a filter."""
     if not isinstance(value, str):
         return str(value).lower() if isinstance(value, bool) else repr(value)
-    plain = re.fullmatch(r"[A-Za-z0-9._+-]+", value, re.ASCII) and read_value(value) == value and value != _AND
-    return value if plain else '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
+    is_word = re.fullmatch(r"[A-Za-z0-9._+-]+", value, re.ASCII) and value not in ("true", "false", _AND)
+    return value if is_word and not _NUMBER.fullmatch(value) else '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
 
 
 def _shown(token: _Token) -> str:

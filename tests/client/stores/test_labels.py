@@ -7,7 +7,7 @@ import uuid
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import residuum
@@ -112,6 +112,7 @@ async def test_the_prompt_is_kept_if_asked(client):
     assert (await client.manifest(dropped)).prompt_text == ""
 
 
+@example("1e999")
 @given(st.one_of(st.text(max_size=20), st.integers(), st.booleans(), st.floats(allow_nan=False, allow_infinity=False)))
 def test_written_filters_are_parsed_back(value):
     text = write_value(value)
