@@ -249,7 +249,8 @@ def _rows_of(
     sequences = choice.sequences
     for sequence in range(max(manifest.proto.description.num_sequences, 1)) if sequences is None else sequences:
         tokens = _tokens(manifest, sequence)
-        reading = Reading(choice.plan(capture_id, sequence), keep_values=False, as_float32=False)
+        plan = choice.plan(capture_id, sequence)
+        reading = Reading(plan, keep_values=False, as_float32=False, of=manifest.proto)
         for site, layer, positions, rows in client._follow(reading):  # noqa: SLF001 - `follow` would convert each row
             known = positions < len(tokens)
             token_ids = np.full(len(positions), -1, dtype=np.int64)

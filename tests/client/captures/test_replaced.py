@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import residuum
+from residuum.captures.row_stream import RowChoice, stream_rows
 from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire.rows.frames import checksum, chunk_prefix, parse_chunk
 from tests.client.support.flaky_store import FlakyStore, Unknown
@@ -49,6 +50,11 @@ def put(plain: Client, prompt: int, factor: float) -> None:
     assert plain.get("a", wait=10).state == capture_pb2.CAPTURE_STATE_COMPLETE
 
 
+def replace(plain: Client, prompt: int) -> None:
+    plain.stub.DeleteCapture(store_pb2.DeleteCaptureRequest(capture_id="a"))
+    put(plain, prompt, factor=-1)
+
+
 @pytest.mark.parametrize("read", READS)
 @pytest.mark.parametrize("prompt", [2, 4, 8])
 async def test_a_resumed_read_does_not_mix_two_captures(
@@ -61,8 +67,7 @@ async def test_a_resumed_read_does_not_mix_two_captures(
             yield from messages
             return
         yield from messages[: 1 if read == "many" else 2]  # not all rows
-        plain.stub.DeleteCapture(store_pb2.DeleteCaptureRequest(capture_id="a"))
-        put(plain, prompt, factor=-1)
+        replace(plain, prompt)
         raise Unknown(grpc.StatusCode.UNAVAILABLE)
 
     flaky.change = change
@@ -73,3 +78,13 @@ async def test_a_resumed_read_does_not_mix_two_captures(
     acts = await reader.activations("a")
     assert acts[2].shape == (prompt, WIDTH)
     assert (acts[2] < 0).all()
+
+
+def test_a_dataset_does_not_give_rows_the_tokens_of_an_earlier_capture(plain: Client) -> None:
+    put(plain, prompt=4, factor=1)
+    choice = RowChoice(layers=1, sites=None, sequences=None, positions=None, allow_partial=False)
+    with residuum.Client("127.0.0.1:1", store=plain.target) as client:
+        # `check` is called between the manifest, which has the tokens, and the rows.
+        rows = stream_rows(client, ["a"], [0], choice, 1, check=lambda _: replace(plain, 4))
+        with pytest.raises(residuum.UnknownCapture, match="The capture a was replaced while it was read"):
+            list(rows)

@@ -116,7 +116,13 @@ class Reading:
     """The state of one read. After a broken connection, the request may be sent again: rows that arrived are kept."""
 
     def __init__(
-        self, plan: ReadPlan, *, keep_values: bool = True, as_float32: bool = True, allocate: Allocate = np.empty
+        self,
+        plan: ReadPlan,
+        *,
+        keep_values: bool = True,
+        as_float32: bool = True,
+        allocate: Allocate = np.empty,
+        of: capture_pb2.CaptureManifest | None = None,
     ) -> None:
         """Start with nothing read.
 
@@ -126,6 +132,7 @@ class Reading:
             as_float32: Convert the rows of pieces to float32. Otherwise they have the captured or decoded dtype, and
                 rows of plain encodings are views of the message. Rows in shared memory are copied.
             allocate: Makes the arrays for rows; by default in memory.
+            of: A manifest that the caller has of the capture. Rows of another capture with the same ID are refused.
         """
         _keep_freed_buffers()
         self._plan = plan
@@ -135,6 +142,7 @@ class Reading:
         self._grids: dict[_Key, RowGrid] = {}
         self._layers: dict[str, tuple[int, ...]] = {}
         self._manifest: capture_pb2.CaptureManifest | None = None
+        self._identity = None if of is None else _identity(of)
         self._first: Manifest | None = None
         self._manifests_seen = 0
         self._memory: SharedPayloads | None = None
@@ -240,15 +248,17 @@ class Reading:
         """Add a manifest: the one before the first row, or the one after the last row.
 
         Raises:
-            UnknownCapture: It is of another capture than the rows so far: that one was replaced.
+            UnknownCapture: It is of another capture than the one before: that one was replaced.
         """
-        if self._manifest is not None and _identity(manifest) != _identity(self._manifest):
+        identity = _identity(manifest)
+        if self._identity not in (None, identity):
             raise exc.UnknownCapture(
                 f"The capture {self.request.capture_id} was replaced while it was read: another one has its ID now. "
                 "Read it again.",
                 reason="UNKNOWN_CAPTURE",
                 metadata=self._facts(),
             )
+        self._identity = identity
         self._manifests_seen += 1
         if manifest != self._manifest:  # that of an ended capture comes twice
             self._manifest = manifest
