@@ -230,3 +230,15 @@ def test_s3_with_faults(tmp_path: Path, s3: Proxy, url: str) -> None:
     s3.before = lambda call: call.answer(403, "AccessDenied")
     with pytest.raises(residuum.ArchiveUnreachable, match=r"403 Forbidden.*credentials"):
         archive.activations("a")
+
+
+def test_a_chunk_without_positions_of_another_one_keeps_its_rows_in_place(
+    store: Client, archive: residuum.Archive
+) -> None:
+    """The store keeps the first write of a row: of the third chunk, it keeps the positions 2, 3, 5 and 6."""
+    store.open(describe("a", layers=(1,), prompt=7))
+    store.append([make_chunk([1], positions) for positions in ([0], [1, 4], range(1, 7))], "a")
+    store.seal("a", generated=(1,))
+    wait_for_state(store, COPIED)
+    acts = archive.activations("a", positions=[2, 4, 5, 6])
+    np.testing.assert_array_equal(acts[1], np.stack([row((0, POST, 1, at)) for at in (2, 4, 5, 6)]))

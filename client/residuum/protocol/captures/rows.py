@@ -171,7 +171,7 @@ class RowGrid:
         from_layers, layers = self._layers_in(tuple(header.layers))
         columns = self._column[positions]
         from_columns: Any = slice(None)
-        if columns[0] < 0 or columns[-1] - columns[0] != len(columns) - 1:  # some are not wanted
+        if columns.min() < 0:  # some are not wanted
             from_columns = np.flatnonzero(columns >= 0)
             columns, positions = columns[from_columns], positions[from_columns]
         if not len(layers) or not len(columns):
