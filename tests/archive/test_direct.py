@@ -15,6 +15,7 @@ from residuum.cli import main
 from residuum.rpc.objects import Objects
 from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire.rows.archive import CAPTURES, CHUNKS
+from store_svc.reading import responses
 from tests.archive.s3 import Proxy
 from tests.archive.support import COPIED, capture, chunk_objects, file_url, wait_for_state
 from tests.store.support import INCOMPLETE, POST, Client, describe, make_chunk, row, serving
@@ -210,6 +211,31 @@ def test_torch_reads_an_archive(store: Client, archive: residuum.Archive) -> Non
             batches = list(data)
         total = sum(batch.activations.double().sum().item() for batch in batches)
         assert total == 2 * float(sum(expected(layer, range(4)).sum(dtype=np.float64) for layer in (0, 2)))
+
+
+def test_the_order_does_not_depend_on_how_the_rows_come(
+    store: Client, archive: residuum.Archive, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An iteration resumes from the archive, or from a busy store, where it stopped."""
+    pytest.importorskip("torch")
+    from residuum.torch import ActivationDataset
+
+    names = [f"c-{number}" for number in range(5)]
+    archived(store, *names, prompt=200)
+
+    def made(source: str) -> ActivationDataset:
+        return ActivationDataset(store=source, captures=names, layers=[1], batch_size=16, shuffle_buffer=64)
+
+    def places(batches: ActivationDataset) -> list[tuple[int, int]]:
+        return [
+            place for batch in batches for place in zip(batch.captures.tolist(), batch.positions.tolist(), strict=True)
+        ]
+
+    first = places(made(store.target))
+    assert len(set(first)) == len(names) * 200
+    assert places(made(archive.url)) == first
+    monkeypatch.setattr(responses, "_MAX_WAIT_SECONDS", 0)  # the store sends fewer rows at once
+    assert places(made(store.target)) == first
 
 
 def test_an_archive_that_is_not_there(tmp_path: Path) -> None:

@@ -28,6 +28,9 @@ _Item = TypeVar("_Item")
 _LOOK_UPS = 16
 """The number of manifests to fetch at the same time."""
 
+_TURN_ROWS = 128
+"""The rows that each of several captures yields in turn."""
+
 
 class Source(Protocol):
     """Where captures are read from: a `Client`, or an `Archive`."""
@@ -101,7 +104,7 @@ def stream_rows(
     concurrent_reads: int,
     check: Callable[[Manifest], None],
 ) -> Iterator[StreamedRows]:
-    """Yield each row of the captures once. `concurrent_reads` captures are read at a time, one piece of each in turn.
+    """Yield each row of the captures once. `concurrent_reads` captures are read at a time, some rows of each in turn.
 
     Before the first row of a capture, `check` is called with its manifest. It raises if the rows are not wanted.
 
@@ -110,10 +113,11 @@ def stream_rows(
         InvalidRequest: A capture lacks a chosen layer, site or sequence.
     """
 
-    def reader(number: int) -> Callable[[], Iterator[StreamedRows]]:
-        return lambda: _rows_of(client, captures[number], number, choice, check)
+    def reader(number: int) -> Callable[[], Iterator[list[StreamedRows]]]:
+        return lambda: turns(_rows_of(client, captures[number], number, choice, check), _TURN_ROWS)
 
-    return in_turn((reader(number) for number in order), concurrent_reads)
+    for turn in in_turn((reader(number) for number in order), concurrent_reads):
+        yield from turn
 
 
 def stream_aligned(
@@ -238,6 +242,31 @@ def in_turn(makers: Iterable[Callable[[], Iterator[_Item]]], width: int) -> Iter
             continue
         running.append(current)
         yield item
+
+
+def turns(pieces: Iterable[StreamedRows], count: int) -> Iterator[list[StreamedRows]]:
+    """Cut pieces into turns of `count` rows; the last one may have fewer.
+
+    How many rows a store sends at once depends on its disk, on shared memory, and on whether the rows are in the
+    archive. The order of the rows of several captures must not depend on that: an iteration that resumes skips rows by
+    their number.
+    """
+    turn: list[StreamedRows] = []
+    room = count
+    for piece in pieces:
+        start = 0
+        while start < len(piece.positions):
+            part = slice(start, start + room)
+            taken = piece._replace(
+                positions=piece.positions[part], token_ids=piece.token_ids[part], rows=piece.rows[part]
+            )
+            turn.append(taken)
+            start, room = start + len(taken.positions), room - len(taken.positions)
+            if not room:
+                yield turn
+                turn, room = [], count
+    if turn:
+        yield turn
 
 
 def _rows_of(
