@@ -9,6 +9,7 @@ Example:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -242,7 +243,12 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
         return total
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration, which changes the order of rows. Persistent workers see it, too."""
+        """Set the epoch of the next iteration, which changes the order of rows. Persistent workers see it, too.
+
+        After `load_state_dict`, another epoch than that of the state begins at its beginning.
+        """
+        if epoch != int(self._epoch):
+            self._to_skip = self._yielded = 0
         self._epoch.fill_(epoch)
 
     def state_dict(self) -> dict[str, int]:
@@ -252,21 +258,27 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Make the next iteration continue after a state. It reads the earlier batches again and skips them."""
         self.set_epoch(state["epoch"])
-        self._to_skip = state["batches"]
+        self._to_skip = self._yielded = state["batches"]
 
     def __iter__(self) -> Iterator[ActivationBatch]:
+        # Now, not at the first batch: StatefulDataLoader leaves the iterator of an epoch that was over unused.
+        to_skip, self._to_skip = self._to_skip, 0
+        self._yielded = to_skip
+        return self._iterate(to_skip)
+
+    def _iterate(self, to_skip: int) -> Iterator[ActivationBatch]:
         worker = get_worker_info()
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         part, epoch = self._rank * workers + number, int(self._epoch)
         order = self._share(number, workers)
         stream = stream_aligned if self._aligned else stream_rows
-        to_skip, self._to_skip, self._yielded = self._to_skip, 0, 0
         with self._open() as client:
             rows = stream(client, self.captures, order, self._choice, self._concurrent_reads, self._check_alike)
-            for batch in self._batches(rows, np.random.default_rng([self._seed, epoch, part])):
+            for batch in itertools.islice(
+                self._batches(rows, np.random.default_rng([self._seed, epoch, part])), to_skip, None
+            ):
                 self._yielded += 1
-                if self._yielded > to_skip:
-                    yield batch
+                yield batch
 
     def _open(self) -> Client | Archive:
         return self._archive or Client(**self._connection)

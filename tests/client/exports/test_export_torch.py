@@ -171,6 +171,35 @@ def test_an_iteration_resumes_from_a_saved_state(endpoint):
     assert places(resumed) == whole, "the next epoch begins at its beginning"
 
 
+def test_a_state_is_kept_until_the_next_batch(endpoint):
+    """A job that is stopped again before its first batch does not lose its place."""
+    data = ActivationDataset(endpoint, prefix="torch-", batch_size=50)
+    state = {"epoch": 3, "batches": 4}
+    data.load_state_dict(state)
+    assert data.state_dict() == state
+    iterator = iter(data)
+    assert data.state_dict() == state
+    next(iterator)
+    assert data.state_dict() == {"epoch": 3, "batches": 5}
+
+
+def test_an_epoch_that_was_over_does_not_shorten_the_next_one(endpoint):
+    data = ActivationDataset(endpoint, prefix="torch-", batch_size=50)
+    every = len(list(data))
+    over = data.state_dict()
+    assert over == {"epoch": 0, "batches": every}
+    data.load_state_dict(over)
+    iter(data)  # StatefulDataLoader makes two iterators then, and uses the second one
+    assert len(list(data)) == every
+    data.load_state_dict(over)
+    data.set_epoch(0)
+    assert list(data) == []
+    data.load_state_dict(over)
+    data.set_epoch(1)
+    assert data.state_dict() == {"epoch": 1, "batches": 0}
+    assert len(list(data)) == every
+
+
 def test_only_the_selected_rows_are_yielded(endpoint):
     data = ActivationDataset(
         endpoint, NAMES[:2], layers=[4], sites="resid_pre", sequences=1, positions="generated", batch_size=16,
