@@ -71,7 +71,7 @@ class ShuffledReader:
         self.identity: dict[str, Any] = {
             "data": rows.fingerprint, "points": list(self.points), "rows": self.layout.total, "seed": seed,
             "shuffle": shuffle, "where": None if mask is None else zlib.crc32(np.packbits(mask).data),
-            "blocks": [len(self.layout.starts), self.layout.group_rows],
+            "blocks": [block_rows, self.layout.group_rows],
         }  # fmt: skip
         """What decides the order of the rows."""
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="residuum-training")

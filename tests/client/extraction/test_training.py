@@ -360,6 +360,16 @@ def test_a_state_of_other_rows_is_refused(folder, tmp_path):
         ActivationBatches(folder, where=masks[1]).load_state_dict(state)
 
 
+def test_a_state_of_other_blocks_is_refused(tmp_path):
+    """The number of blocks is the same, but their rows are others, and so is the order."""
+    folder = write_extraction(tmp_path / "job", [[10, 10]])
+    row_bytes = 4 * 4
+    sizes = {"buffer_bytes": 2 * 12 * row_bytes}
+    state = ActivationBatches(folder, "resid_post.3", block_bytes=11 * row_bytes, **sizes).state_dict()
+    with pytest.raises(residuum.InvalidRequest, match="blocks was"):
+        ActivationBatches(folder, "resid_post.3", block_bytes=12 * row_bytes, **sizes).load_state_dict(state)
+
+
 def test_a_state_of_other_data_is_refused(folder):
     state = ActivationBatches(folder, seed=1).state_dict()
     with pytest.raises(residuum.InvalidRequest, match="seed was 1 and is 2"):
