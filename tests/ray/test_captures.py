@@ -61,6 +61,13 @@ def test_filters_choices_and_labels(cluster, services, captures):
         np.testing.assert_array_equal(np.asarray(row["activation"], np.float32), acts[2][0])
 
 
+def test_whole_numbers_that_no_float_can_hold_become_text():
+    found = [module._Found("a", 1, 8, {"y": value}, np.dtype(np.float32), 2) for value in (2**60 + 1, 0.5)]
+    assert module._label_type("y", found) == pa.string()
+    assert module._label_type("y", found[:1]) == pa.int64()
+    assert module._label_type("y", [found[1], found[1]]) == pa.float64()
+
+
 def test_large_captures_are_read_piece_by_piece(services, captures, tmp_path, monkeypatch):
     """In this process, where the bound can be changed."""
     monkeypatch.setattr(module, "_SMALL_BYTES", 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -307,11 +308,13 @@ class _Read:
 
 
 def _label_type(name: str, found: Iterable[_Found]) -> Any:
-    """Return the Arrow type of a label. Values of several kinds become text."""
-    kinds = {type(item.labels[name]) for item in found if name in item.labels}
+    """Return the Arrow type of a label. Values of several kinds become text, as do numbers that no float can hold."""
+    values = [item.labels[name] for item in found if name in item.labels]
+    kinds = set(map(type, values))
     for kind, arrow in ((bool, pa.bool_()), (int, pa.int64()), (float, pa.float64())):
         if kinds == {kind} or (kind is float and kinds == {int, float}):
-            return arrow
+            with contextlib.suppress(pa.ArrowInvalid):
+                return pa.array(values, arrow).type
     return pa.string()
 
 

@@ -47,6 +47,14 @@ async def test_packed_windows_are_the_layout_of_cached_activations(client, tmp_p
     assert data[:]["prompt"].tolist() == list(range(len(data)))
 
 
+@pytest.mark.parametrize("values", [[2**64, 1], [2**60 + 1, 0.5], ["a", "\ud800"]])
+async def test_labels_that_arrow_cannot_hold_become_json(client, tmp_path, values):
+    source = [{"text": [1, 2], "y": value} for value in values]
+    rows = await client.extract(source, tmp_path / "rows", capture=WHAT, keep="y", progress=False)
+    table = pq.read_table(rows.export(tmp_path / "out", "parquet"))
+    assert [json.loads(text) for text in table.column("y").to_pylist()] == [values[0]] * 2 + [values[1]] * 2
+
+
 @pytest.mark.parametrize("kind_of_table", ["datasets", "parquet"])
 async def test_prompts_of_many_lengths_have_a_row_for_each_token(client, tmp_path, kind_of_table):
     source = [{**row, "kind": ["a", None][row["y"] % 2], "any": row["y"] if row["y"] % 3 else "x"} for row in SOURCE]

@@ -7,7 +7,7 @@ If the job was packed, the table has one row for each window, in the layout of S
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -230,13 +230,24 @@ def _sequence(dtype: str, length: int) -> dict[str, Any]:
     return {"feature": {"dtype": dtype, "_type": "Value"}, "length": length, "_type": "Sequence"}
 
 
-def _label_type(values: Iterable[Any]) -> str:
-    """Return the type of a label. Values of different kinds, and nested ones, become JSON."""
+def _label_type(values: Sequence[Any]) -> str:
+    """Return the type of a label. Values of different kinds, nested ones, and what Arrow cannot hold become JSON."""
     kinds = {type(value) for value in values if value is not None}
     for kind, dtype in ((bool, "bool"), (int, "int64"), (float, "float64"), (str, "string")):
         if kinds <= {kind} or (kind is float and kinds <= {int, float}):
-            return dtype
+            return dtype if _holds(dtype, values) else _JSON
     return _JSON
+
+
+def _holds(dtype: str, values: Sequence[Any]) -> bool:
+    """Tell whether a type holds values of its kind: not large numbers, nor half of a character."""
+    import pyarrow as pa
+
+    try:
+        pa.array(values, pa.type_for_alias(dtype))
+    except (pa.ArrowInvalid, OverflowError, UnicodeEncodeError):
+        return False
+    return True
 
 
 def _with_type(values: list[Any], dtype: str) -> list[Any]:
