@@ -10,6 +10,7 @@ Example:
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -214,6 +215,7 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
         """If aligned, the site and the layer of each place, in the order of the second dimension of `activations`."""
         self._counts: list[int] = []
         found = self._look_up(captures, prefix, where, dtype, labels if isinstance(labels, str) else None)
+        self._order_digest = self._digest_of_order()
         if not any(self._counts) and not self._choice.allow_partial:
             warn_of_no_rows(self.captures, "the dataset has no rows")
         self._labels = _labels(found if isinstance(labels, str) else labels, self.captures)
@@ -253,10 +255,20 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
 
     def state_dict(self) -> dict[str, int]:
         """Return the progress of the iteration in this process, for torchdata's StatefulDataLoader."""
-        return {"epoch": int(self._epoch), "batches": self._yielded}
+        return {"epoch": int(self._epoch), "batches": self._yielded, "data": self._order_digest}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Make the next iteration continue after a state. It reads the earlier batches again and skips them."""
+        """Make the next iteration continue after a state. It reads the earlier batches again and skips them.
+
+        Raises:
+            InvalidRequest: The state is of other captures or arguments, whose rows come in another order.
+        """
+        if state.get("data", self._order_digest) != self._order_digest:
+            raise InvalidRequest(
+                "The state is of other captures or arguments, so the rows come in another order, and some would be "
+                "left out. Use the same arguments, and captures= with the `captures` of the first dataset.",
+                reason="INVALID_FIELD",
+            )
         self.set_epoch(state["epoch"])
         self._to_skip = self._yielded = state["batches"]
 
@@ -279,6 +291,15 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
             ):
                 self._yielded += 1
                 yield batch
+
+    def _digest_of_order(self) -> int:
+        """Return a digest of what decides the order of the rows, beside the epoch and the number of workers."""
+        rows = self._choice.plan(self.captures[0]).request.SerializeToString(deterministic=True)
+        decisive = (
+            self.captures, self._counts, rows, self._aligned, self._batch_size, self._shuffle_buffer, self._seed,
+            self._rank, self._world_size, self._concurrent_reads,
+        )  # fmt: skip
+        return zlib.crc32(repr(decisive).encode())
 
     def _open(self) -> Client | Archive:
         return self._archive or Client(**self._connection)

@@ -174,20 +174,20 @@ def test_an_iteration_resumes_from_a_saved_state(endpoint):
 def test_a_state_is_kept_until_the_next_batch(endpoint):
     """A job that is stopped again before its first batch does not lose its place."""
     data = ActivationDataset(endpoint, prefix="torch-", batch_size=50)
-    state = {"epoch": 3, "batches": 4}
+    state = {**data.state_dict(), "epoch": 3, "batches": 4}
     data.load_state_dict(state)
     assert data.state_dict() == state
     iterator = iter(data)
     assert data.state_dict() == state
     next(iterator)
-    assert data.state_dict() == {"epoch": 3, "batches": 5}
+    assert data.state_dict() == {**state, "batches": 5}
 
 
 def test_an_epoch_that_was_over_does_not_shorten_the_next_one(endpoint):
     data = ActivationDataset(endpoint, prefix="torch-", batch_size=50)
     every = len(list(data))
     over = data.state_dict()
-    assert over == {"epoch": 0, "batches": every}
+    assert (over["epoch"], over["batches"]) == (0, every)
     data.load_state_dict(over)
     iter(data)  # StatefulDataLoader makes two iterators then, and uses the second one
     assert len(list(data)) == every
@@ -196,8 +196,21 @@ def test_an_epoch_that_was_over_does_not_shorten_the_next_one(endpoint):
     assert list(data) == []
     data.load_state_dict(over)
     data.set_epoch(1)
-    assert data.state_dict() == {"epoch": 1, "batches": 0}
+    assert data.state_dict() == {**over, "epoch": 1, "batches": 0}
     assert len(list(data)) == every
+
+
+def test_a_state_of_other_captures_is_refused(endpoint):
+    """The order is another one, for example because the store has got more captures."""
+    data = ActivationDataset(endpoint, NAMES[:4], batch_size=50)
+    next(iter(data))
+    state = data.state_dict()
+    ActivationDataset(endpoint, NAMES[:4], batch_size=50).load_state_dict(state)
+    ActivationDataset(endpoint, NAMES[:4]).load_state_dict({"epoch": 0, "batches": 1})  # of an older version
+    for names, others in ((NAMES, {}), (NAMES[:4], {"seed": 1}), (NAMES[:4], {"layers": [1]})):
+        other = ActivationDataset(endpoint, names, batch_size=50, **others)
+        with pytest.raises(residuum.InvalidRequest, match="state is of other captures or arguments"):
+            other.load_state_dict(state)
 
 
 def test_only_the_selected_rows_are_yielded(endpoint):
