@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
+from inference_svc.session.messages import finished_message
 from residuum.v1 import inference_pb2, rule_pb2
 from residuum.wire.probes.rules import FINISH_REASON
 
@@ -118,8 +119,8 @@ async def replay(
         )
         count_sent(len(item.token_ids))
         yield inference_pb2.GenerateResponse(delta=delta)
-    yield inference_pb2.GenerateResponse(
-        finished=inference_pb2.GenerationFinished(
+    yield finished_message(
+        inference_pb2.GenerationFinished(
             sequences=[
                 inference_pb2.SequenceFinish(
                     finish_reason=item.finish_reason,

@@ -12,7 +12,7 @@ from inference_svc.engine.sampling import sampling_params
 from inference_svc.requests.plans import count_spare_positions, engine_id, make_plan
 from inference_svc.requests.token_texts import texts_of
 from inference_svc.session.mailbox import Mailbox
-from inference_svc.session.messages import messages
+from inference_svc.session.messages import finished_message, messages
 from residuum.v1 import inference_pb2
 from residuum.wire.probes.rules import FINISH_REASON
 
@@ -122,7 +122,7 @@ class Generation:
         finally:
             self._running.on_abort = None
             await _stop(tasks)  # closes the engine's generators, which stops the requests in the engine
-        yield inference_pb2.GenerateResponse(finished=self._finished())
+        yield finished_message(self._finished())
 
     async def _generate(self, index: int) -> None:
         """Generate one sequence, and put its deltas and its end into the queue."""

@@ -1,11 +1,13 @@
-"""The messages of the tokens that a step of the engine adds to a sequence."""
+"""The messages of the tokens that a step of the engine adds to a sequence, and the last message of a request."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from inference_svc.requests.token_texts import unknown_texts
 from inference_svc.session.scores.joined import JoinedScores
 from residuum.v1 import inference_pb2
+from residuum.wire.limits import MAX_MESSAGE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -17,6 +19,19 @@ if TYPE_CHECKING:
 
 _MESSAGE_SCORES = 1 << 17
 """Scores in one message: 512 KiB."""
+
+_FINISHED_BYTES = MAX_MESSAGE_BYTES - (64 << 10)
+"""The largest last message of a request. Callers refuse a longer message than MAX_MESSAGE_BYTES."""
+
+_TEXTS_TOO_LONG = "The texts of the tokens of all sequences are too long for one message."
+
+
+def finished_message(finished: inference_pb2.GenerationFinished) -> inference_pb2.GenerateResponse:
+    """Return the last message of a request. If it would be too long, it lacks the texts of the tokens."""
+    if finished.ByteSize() > _FINISHED_BYTES:
+        for sequence in finished.sequences:
+            sequence.token_texts.CopyFrom(unknown_texts(_TEXTS_TOO_LONG))
+    return inference_pb2.GenerateResponse(finished=finished)
 
 
 def messages(index: int, delta: Delta) -> Iterable[inference_pb2.GenerateResponse]:

@@ -117,6 +117,22 @@ async def test_long_log_probabilities_take_several_messages(service):
         assert found == list(range(count))
 
 
+async def test_texts_that_are_too_long_for_the_last_message_are_left_out(service):
+    """Their sequences capture nothing, so their number of tokens has no limit but those of the model."""
+    count, sequences = 32_000, 40
+
+    async def script(call):
+        yield Delta("text", [99] * count, "length")
+
+    service.engine.script = script
+    _, *_, last = await service.events(ask(max_tokens=20, num_sequences=sequences))
+    assert last.finished.usage.generated_tokens == count * sequences
+    for sequence in last.finished.sequences:
+        assert (sequence.finish_reason, sequence.generated_tokens) == ("length", count)
+        assert not sequence.token_texts.lengths
+        assert "too long for one message" in sequence.token_texts.unknown_detail
+
+
 async def test_a_stop_token_is_named(service):
     async def script(call):
         yield Delta("", [0], "stop", "", 0)

@@ -98,8 +98,8 @@ class Sequence:
         """
         if self.token_texts is None:
             raise NoTokenTexts(
-                "The reply has no texts of its tokens: the server is older than this feature, or its engine has no "
-                "tokenizer. The token IDs are in token_ids."
+                "The reply has no texts of its tokens: the server is older than this feature, its engine has no "
+                "tokenizer, or the texts of all sequences are too long for one message. The token IDs are in token_ids."
             )
         return self.token_texts
 
