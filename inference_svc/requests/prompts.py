@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from inference_svc.admission.fields import invalid
@@ -76,8 +77,11 @@ class PromptReader:
         kind = request.WhichOneof("prompt")
         if kind == "text" and len(token_ids) != request.sampling.truncate_prompt:
             return request.text
-        if kind in {"text", "chat"}:
+        if kind == "text":
             return str(await self._thread.do(self._tokenizer.decode, token_ids))
+        if kind == "chat":  # not decoded: some tokenizers change the text, or add spaces after special tokens
+            made = await self._thread.do(partial(render, tokenize=False), self._tokenizer, messages_of(request.chat))
+            return str(made)
         raise no_prompt_text()
 
     def _start(self, text: str, limit: int) -> str:

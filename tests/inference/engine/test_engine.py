@@ -370,7 +370,7 @@ async def test_prompts_become_tokens(engine, request_, tokens):
 
 async def test_the_text_of_a_prompt_is_the_sent_text_or_the_templates_output(engine):
     assert await engine.prompts.text(TEXT, [1, 97, 98]) == TEXT.text
-    assert await engine.prompts.text(chat("system", "user"), [1, 2]) == "1 2"
+    assert await engine.prompts.text(chat("system", "user"), [1, 2]) == "<system>x<user>xx"
     with pytest.raises(Failure, match="came as token IDs, so it has no text") as caught:
         await engine.prompts.text(ids(5), [5])
     assert caught.value.metadata == {"field": "capture.keep_prompt"}

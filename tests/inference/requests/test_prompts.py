@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+import tokenizers
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,7 +30,7 @@ def read(tokenizer, limit, **prompt):
 
     async def ids_and_text():
         ids = await reader.read(request)
-        return ids, (await reader.text(request, ids) if "text" in prompt else "")
+        return ids, (await reader.text(request, ids) if "token_ids" not in prompt else "")
 
     return asyncio.run(ids_and_text())
 
@@ -60,6 +61,16 @@ def test_token_ids_are_truncated_and_conversations_are_refused(tokenizer):
     chat = inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role="user", content="Hi")])
     with pytest.raises(Failure, match="cannot be truncated"):
         read(tokenizer, 2, chat=chat)
+
+
+def test_the_text_of_a_conversation_is_that_of_the_template_though_the_tokenizer_changes_it(tokenizer):
+    """Qwen's composes characters. Those in the style of SentencePiece add a space after special tokens."""
+    changing = transformers.AutoTokenizer.from_pretrained(tokenizer.name_or_path)
+    changing.backend_tokenizer.normalizer = tokenizers.normalizers.NFC()
+    chat = inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role="user", content="cafe\u0301")])
+    ids, text = read(changing, None, chat=chat)
+    assert text.endswith("<|im_start|>user\ncafe\u0301<|im_end|>\n<|im_start|>assistant\n")
+    assert changing.decode(ids) != text
 
 
 def test_a_limit_of_zero_is_refused():
