@@ -182,8 +182,12 @@ class VectorCache:
         """
         self._check(vector)
         name = vector_name(tenant, vector.digest)
-        self._keep(name, vector.values)
-        owner = owner_of(name)
+        owner, is_kept = owner_of(name), name in self._values
+        self._touch(name)
+        if is_kept:  # it needs no room, also if the tenant's limit is smaller by now
+            return
+        self._values[name] = vector.values
+        self._bytes.update({None: len(vector.values), owner: len(vector.values)})
         while max_bytes is not None and self._bytes[owner] > max_bytes:
             self._evict(name, self._orders[owner], _quota(max_bytes))
         while len(self._values) > self._max_vectors or self._bytes[None] > self._max_bytes:
@@ -204,12 +208,6 @@ class VectorCache:
                 f"vector whose norm is from {MIN_DIRECTION_NORM:g} to {MAX_DIRECTION_NORM:g}.",
                 digest=digest,
             )
-
-    def _keep(self, name: bytes, values: bytes) -> None:
-        if name not in self._values:
-            self._values[name] = values
-            self._bytes.update({None: len(values), owner_of(name): len(values)})
-        self._touch(name)
 
     def _touch(self, name: bytes) -> None:
         """Note that a vector is used now."""

@@ -127,6 +127,20 @@ def test_a_full_cache_is_an_error_and_changes_nothing(cache, users):
     cache.put(kept[0])  # a vector that is in the cache needs no room
 
 
+def test_a_vector_that_a_request_needs_stays_when_it_is_sent_again_under_a_smaller_limit():
+    """The operator may lower a tenant's limit while the service runs."""
+    kept = [numbered(number) for number in (1, 2)]
+    names = [vector_name("alice", item.digest) for item in kept]
+    cache = VectorCache(100, 1 << 20, (HIDDEN,), names.__contains__)
+    for item in kept:
+        cache.put(item, "alice", 2 * 4 * HIDDEN)
+    cache.put(kept[0], "alice", 4 * HIDDEN)
+    assert cache.missing(names) == []
+    with pytest.raises(Failure, match="your running requests need all of the kept ones"):
+        cache.put(numbered(3), "alice", 4 * HIDDEN)
+    assert cache.missing(names) == []
+
+
 def test_a_cache_that_is_full_of_bytes_names_the_limit_of_bytes():
     kept = [numbered(number) for number in (1, 2)]
     cache = VectorCache(100, 2 * 4 * HIDDEN, (HIDDEN,), lambda name: name in {item.digest for item in kept})
