@@ -71,6 +71,7 @@ def sampling_digest(parameters: inference_pb2.SamplingParameters) -> bytes:
             p.ClearField(name)
     p.ClearField("logprobs")
     p.ClearField("prompt_logprobs")
+    p.ClearField("truncate_prompt")  # it decides the prompt, which is compared itself
     return hashlib.sha256(p.SerializeToString(deterministic=True)).digest()
 
 

@@ -215,6 +215,13 @@ async def test_a_capture_cannot_answer_with_logprobs(service, store, asked):
     assert (await service.events(again(SKIP)))[0].started.skipped, "logprobs are not part of the request's identity"
 
 
+async def test_a_request_is_the_same_if_another_limit_leaves_the_same_prompt(service, store):
+    await service.events(ask(spec("r", NO_ROWS), truncate_prompt=5))
+    await ended(store)
+    for limit in ({"truncate_prompt": 9}, {}):
+        assert (await service.events(again(SKIP, **limit)))[0].started.skipped
+
+
 @pytest.mark.parametrize(
     ("changed", "told"),
     [({"max_tokens": 9}, "sampling"), ({"ids": [5, 6]}, "prompt"), ({"num_sequences": 2}, "number of sequences")],
