@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Protocol
 
+from inference_svc.admission.fields import invalid
 from inference_svc.captures.store_link import NoAnswerError
 from inference_svc.engine.finish_reasons import FAILED
 from inference_svc.requests.token_texts import unknown_texts
@@ -20,7 +21,7 @@ from inference_svc.session.scores.kept import KeptScores, leave_out_scores
 from inference_svc.session.sequences import GeneratedSequence
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, steering_pb2, store_pb2
-from residuum.wire.limits import MAX_MESSAGE_SPANS, MAX_SEAL_BYTES
+from residuum.wire.limits import MAX_DESCRIPTION_BYTES, MAX_MESSAGE_SPANS, MAX_SEAL_BYTES
 from svc_common.logs import get_logger
 
 if TYPE_CHECKING:
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
     CompleteSeal = Callable[[store_pb2.SealCaptureRequest], Awaitable[None]]
 
 _log = get_logger(__name__)
+
+_MAX_DESCRIPTION_BYTES = MAX_DESCRIPTION_BYTES - 256
+"""The largest description here. The rest is for the service's instance, which is added when the capture is opened."""
 
 _TEXTS_TOO_LONG = "The texts of all tokens are too long to be kept with the capture."
 _TOO_MANY_MESSAGES = "The conversation has too many messages, or too long roles, to keep their positions."
@@ -148,9 +152,11 @@ class CaptureSession:
         """Begin to open the capture, unless its rows may be sent before it is opened.
 
         Raises:
-            Failure: There is no store, or the store refuses or does not answer.
+            Failure: There is no store, the text of the prompt is too long, or the store refuses or does not answer.
         """
         spec = self._running.spec
+        if self.prompt_text:
+            self._check_prompt_text()
         if spec.capture is not None and not self._store().takes_early_rows(
             self._running.request_id, is_new_id=not spec.request_id, if_exists=spec.if_exists
         ):
@@ -270,6 +276,21 @@ class CaptureSession:
         )
         description.request_time.GetCurrentTime()
         return description
+
+    def _check_prompt_text(self) -> None:
+        """Check that the store will accept the description. Its own refusal would name no field that callers know.
+
+        Raises:
+            Failure: The text of the prompt is too long.
+        """
+        size = self._description().ByteSize()
+        if size > _MAX_DESCRIPTION_BYTES:
+            raise invalid(
+                "capture.keep_prompt",
+                f"capture.keep_prompt: the text and the tokens of the prompt are too long to be kept together: the "
+                f"description of the capture takes {size} bytes, and may take {_MAX_DESCRIPTION_BYTES}. Unset it; the "
+                "capture has the token IDs.",
+            )
 
     def _seal_request(self, error: BaseException | None) -> store_pb2.SealCaptureRequest:
         """Return the seal. Its outcome is COMPLETE, INCOMPLETE after a failure, or ABORTED."""

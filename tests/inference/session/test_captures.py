@@ -105,3 +105,16 @@ async def test_an_id_of_an_existing_capture_is_refused(real_store, manifest):
         failure = await failure_of(second.events(ask(spec("r", NO_ROWS))))
         assert (failure.reason_name, failure.metadata["capture_id"]) == ("CAPTURE_EXISTS", "r")
         assert not second.engine.calls
+
+
+async def test_a_prompt_that_is_too_long_to_be_kept_is_refused_before_it_is_computed(service):
+    capture = capture_pb2.CaptureSpec(keep_prompt=True)
+    capture.MergeFrom(NO_ROWS)
+    asked = ask(spec("r", capture))
+    asked.text = "x" * 1_100_000
+    failure = await failure_of(service.events(asked))
+    assert (failure.reason_name, failure.metadata) == ("INVALID_FIELD", {"field": "capture.keep_prompt"})
+    assert "too long to be kept" in failure.message
+    assert not service.engine.calls
+    asked.text = "x" * 1_000_000
+    await service.events(asked)
