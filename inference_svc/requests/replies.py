@@ -32,6 +32,11 @@ class ReplyReader:
         self._thread = thread
         self._tokenizer = thread.tokenizer
 
+    @property
+    def eos_token_id(self) -> int | None:
+        """The model's own EOS token, at which vLLM stops; None without a tokenizer."""
+        return getattr(self._tokenizer, "eos_token_id", None)
+
     async def text(
         self, prompt_token_ids: Sequence[int], token_ids: Sequence[int], *, skip_special_tokens: bool = True
     ) -> str:

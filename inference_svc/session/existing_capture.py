@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from inference_svc.session.messages import finished_message
 from residuum.v1 import inference_pb2, rule_pb2
@@ -16,18 +16,30 @@ if TYPE_CHECKING:
     from residuum.v1 import capture_pb2, probe_pb2
 
 
+class Stops(NamedTuple):
+    """What the sequences of a request stop at."""
+
+    strings: Sequence[str]
+    token_ids: Sequence[int]
+    """The stop tokens that the request names."""
+    eos_token_id: int | None
+    """The model's own EOS token; None if the request ignores it."""
+    are_shown: bool = False
+    """Whether the text includes the stop string or stop token (vLLM's `include_stop_str_in_output`)."""
+
+
 @dataclass(frozen=True)
 class KeptSequence:
     """One sequence of the capture."""
 
     token_ids: list[int]
     text: str
-    """The text of the tokens, up to the stop string. Empty without a tokenizer."""
+    """The text of the tokens, up to the stop string or stop token. Empty without a tokenizer."""
     finish_reason: str
     stop_reason: str
     """The stop string or the rule that ended the sequence. Empty: none did."""
     stop_token_id: int | None = None
-    """The stop token that ended the sequence. Its text is not part of the text."""
+    """The stop token that ended the sequence. None: none did, or it was the model's own EOS token."""
     token_texts: capture_pb2.TokenTexts | None = None
     """The texts of the tokens."""
     rule_events: tuple[rule_pb2.RuleEvent, ...] = ()
@@ -38,8 +50,7 @@ class KeptSequence:
 
 async def kept_sequences(
     manifest: capture_pb2.CaptureManifest,
-    stop: Sequence[str],
-    stop_token_ids: Sequence[int],
+    stops: Stops,
     text_of: Callable[[Sequence[int], Sequence[int]], Awaitable[str]],
     token_texts_of: Callable[[Sequence[int], Sequence[int]], Awaitable[capture_pb2.TokenTexts]] | None = None,
 ) -> list[KeptSequence]:
@@ -47,20 +58,25 @@ async def kept_sequences(
 
     Args:
         manifest: Its manifest.
-        stop: The stop strings of its request.
-        stop_token_ids: The stop tokens of its request.
+        stops: What its request stops at.
         text_of: Returns the text of a reply, from the tokens of the prompt and of the reply.
         token_texts_of: Returns the text of each token of a reply in the same way. None: nobody needs them.
     """
     sequences = []
     for index, sequence in enumerate(manifest.sequences):
         token_ids, ended = list(sequence.generated_token_ids), sequence.finish_reason
-        last = token_ids[-1] if token_ids and ended == "stop" and token_ids[-1] in stop_token_ids else None
-        prompt = manifest.description.prompt_token_ids
-        text = await text_of(prompt, token_ids if last is None else token_ids[:-1])
-        stopped_at, stopped_by = len(text), ""
-        if stop and token_ids and ended == "stop" and last is None:
-            stopped_at, stopped_by = _stop_of(text, await text_of(prompt, token_ids[:-1]), stop)
+        prompt, last, stopped_by = manifest.description.prompt_token_ids, None, ""
+        text = await text_of(prompt, token_ids)
+        if token_ids and ended == "stop":
+            earlier = await text_of(prompt, token_ids[:-1])
+            is_token = token_ids[-1] == stops.eos_token_id or token_ids[-1] in stops.token_ids
+            # vLLM looks for stop strings in the text that it shows, which a stop token may end before.
+            at, stopped_by = _stop_of(text, earlier, () if is_token and not stops.are_shown else stops.strings)
+            if stopped_by:
+                text = text[: at + len(stopped_by) if stops.are_shown else at]
+            else:  # a stop token, perhaps one of the model's further EOS tokens
+                text = text if stops.are_shown else earlier
+                last = None if token_ids[-1] == stops.eos_token_id else token_ids[-1]
         texts = sequence.token_texts
         if token_texts_of is not None and len(texts.lengths) != len(token_ids):  # the capture is older than these texts
             texts = await token_texts_of(prompt, token_ids)
@@ -68,7 +84,7 @@ async def kept_sequences(
         by_rule = next((event.rule for event in events if event.action == rule_pb2.RULE_ACTION_ABORT), "")
         reason = by_rule if ended == FINISH_REASON else stopped_by
         scores = tuple(sequence.scores.probes)
-        sequences.append(KeptSequence(token_ids, text[:stopped_at], ended, reason, last, texts, events, scores))
+        sequences.append(KeptSequence(token_ids, text, ended, reason, last, texts, events, scores))
     return sequences
 
 

@@ -13,7 +13,7 @@ from inference_svc.requests.concurrency import Places
 from inference_svc.requests.replies import NO_CHAT
 from inference_svc.session.burst import Burst
 from inference_svc.session.capture_session import CaptureSession
-from inference_svc.session.existing_capture import kept_sequences, replay
+from inference_svc.session.existing_capture import Stops, kept_sequences, replay
 from inference_svc.session.generation import Generation
 from inference_svc.session.scores.rules import sequence_rules
 from inference_svc.session.scores.scoring import scoring
@@ -218,7 +218,9 @@ class RequestRunner:
     ) -> AsyncGenerator[inference_pb2.GenerateResponse]:
         """Return the events of a request whose result is a capture that exists already."""
         replies = self._engine.replies
-        kept = await kept_sequences(existing, sampling.stop, sampling.stop_token_ids, replies.text, replies.token_texts)
+        eos_token_id = None if sampling.ignore_eos else replies.eos_token_id
+        stops = Stops(sampling.stop, sampling.stop_token_ids, eos_token_id)
+        kept = await kept_sequences(existing, stops, replies.text, replies.token_texts)
         return replay(existing, kept, handle, count_sent)
 
     def _handle(self, running: Running) -> inference_pb2.CaptureHandle | None:

@@ -21,7 +21,7 @@ from inference_svc.requests.replies import ReplyReader
 from inference_svc.requests.tokenizer_thread import TokenizerThread
 from inference_svc.session.burst import Burst
 from inference_svc.session.capture_session import CaptureSession
-from inference_svc.session.existing_capture import kept_sequences
+from inference_svc.session.existing_capture import Stops, kept_sequences
 from inference_svc.session.scores.rules import sequence_rules
 from inference_svc.session.scores.scoring import scoring
 from inference_svc.session.steering_changes import SteeringChanges
@@ -125,8 +125,7 @@ class RequestRunner:
                     if session.existing is not None:
                         kept = await kept_sequences(
                             session.existing,
-                            sampling.stop or (),
-                            sampling.stop_token_ids or (),
+                            _stops(sampling, replies),
                             partial(replies.text, skip_special_tokens=sampling.skip_special_tokens),
                         )
                         record_kept(session.existing, admitted, kept)
@@ -220,6 +219,13 @@ class RequestRunner:
         if isinstance(error, EngineDeadError) or self._engine.is_dead:
             return engine_dead_failure()
         return error
+
+
+def _stops(sampling: Any, replies: ReplyReader) -> Stops:
+    """Return what vLLM stops at, from its sampling parameters."""
+    eos_token_id = None if sampling.ignore_eos else replies.eos_token_id
+    shown = sampling.include_stop_str_in_output
+    return Stops(sampling.stop or (), sampling.stop_token_ids or (), eos_token_id, shown)
 
 
 async def _no_text(_token_ids: Sequence[int]) -> str:

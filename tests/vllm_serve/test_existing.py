@@ -46,6 +46,7 @@ class StoreWithCapture(ScriptedStore):
 
 
 class Tokenizer:
+    eos_token_id = 3
     max_chars_per_token = 4
 
     def decode(self, token_ids, *, skip_special_tokens):
@@ -82,15 +83,32 @@ async def test_a_capture_that_exists_is_the_answer(face, kind):
     said = [
         (item.index, item.text, item.token_ids, item.finish_reason) for output in outputs for item in output.outputs
     ]
-    assert said == [(0, " 1 2", [1, 2], "length"), (1, " 3", [3], "stop")]
+    assert said == [(0, " 1 2", [1, 2], "length"), (1, "", [3], "stop")]
     assert not face.store.seals
     assert not face.registry.running
 
 
 async def test_a_stop_token_is_the_stop_reason_and_has_no_text(face):
-    outputs = await answers_of(face, sampling(stop_token_ids=[3]))
+    outputs = await answers_of(face, sampling(stop_token_ids=[3], ignore_eos=True))
     said = {item.index: (item.text, item.token_ids, item.stop_reason) for part in outputs for item in part.outputs}
     assert said == {0: (" 1 2", [1, 2], None), 1: ("", [3], 3)}
+
+
+@pytest.mark.parametrize(
+    ("asked", "text", "reason"),
+    [
+        ({}, "", None),
+        ({"stop_token_ids": [3]}, "", None),  # vLLM reports its EOS token as no reason
+        ({"include_stop_str_in_output": True}, " 3", None),
+        ({"include_stop_str_in_output": True, "ignore_eos": True, "stop_token_ids": [3]}, " 3", 3),
+        ({"ignore_eos": True, "stop": ["3"]}, " ", "3"),
+        ({"ignore_eos": True, "stop": [" "], "include_stop_str_in_output": True}, " ", " "),
+    ],
+)
+async def test_what_ended_an_answer_is_in_its_text_if_vllm_would_show_it(face, asked, text, reason):
+    outputs = await answers_of(face, sampling(**asked))
+    (said,) = [(item.text, item.stop_reason) for part in outputs for item in part.outputs if item.index == 1]
+    assert said == (text, reason)
 
 
 async def loaded(*_arguments, **_options):

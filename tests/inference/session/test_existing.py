@@ -9,7 +9,7 @@ import pytest
 import residuum
 from inference_svc.admission.sampling import sampling_digest
 from inference_svc.engine.streams import Delta
-from inference_svc.session.existing_capture import kept_sequences
+from inference_svc.session.existing_capture import Stops, kept_sequences
 from residuum.rpc.channels import open_aio_channel
 from residuum.v1 import capture_pb2, inference_pb2, store_pb2, store_pb2_grpc
 from store_svc.server import Store
@@ -116,7 +116,7 @@ async def test_an_aborted_request_can_be_done_again(service, store):
 async def test_a_complete_capture_answers_the_same_request_without_the_engine(service, endpoint):
     async def script(call):
         yield Delta("t7", [7])
-        yield Delta("t8", [8], "stop", "END")
+        yield Delta("t8", [8], "length")
 
     service.engine.script = script
     sampling = {"num_sequences": 2, "stop": ["END"]}
@@ -133,7 +133,7 @@ async def test_a_complete_capture_answers_the_same_request_without_the_engine(se
         (1, "t7t8", [7, 8]),
     ]
     assert finished.finished.usage == first[-1].finished.usage
-    assert [item.finish_reason for item in finished.finished.sequences] == ["stop", "stop"]
+    assert [item.finish_reason for item in finished.finished.sequences] == ["length", "length"]
     assert [item.token_texts for item in finished.finished.sequences] == [texts_of(7, 8)] * 2
     assert finished.finished.capture == first[-1].finished.capture
     assert not service.parts.stores.of("r").num_open, "no capture is left to seal"
@@ -175,7 +175,7 @@ async def test_a_skipped_reply_ends_where_vllm_ended_it(pieces, stop, text, reas
     manifest = capture_pb2.CaptureManifest(
         sequences=[capture_pb2.SequenceOutcome(generated_token_ids=ids, finish_reason="stop")]
     )
-    (kept,) = await kept_sequences(manifest, stop, [], text_of)
+    (kept,) = await kept_sequences(manifest, Stops(stop, [], None), text_of)
     assert (kept.text, kept.stop_reason, kept.token_ids) == (text, reason, [*ids])
 
 
@@ -195,6 +195,20 @@ async def test_a_stop_token_is_in_the_tokens_of_a_skipped_reply_but_not_in_its_t
         assert [token_id for delta in deltas for token_id in delta.token_ids] == [1, 9]
         assert finished.finished.sequences[0].stop_token_id == 9
     assert events[0].started.skipped
+
+
+@pytest.mark.parametrize("asked", [{}, {"stop_token_ids": [9]}], ids=["own", "named"])
+@pytest.mark.parametrize(("last", "reported"), [(9, None), (8, 8)], ids=["first", "further"])
+async def test_a_skipped_reply_ends_before_each_eos_token_of_the_model(asked, last, reported):
+    """vLLM reports a further one, as `generation_config.json` names them, but not the first."""
+
+    async def text_of(prompt_token_ids, token_ids):
+        return "".join(f" {token}" for token in token_ids)
+
+    sequence = capture_pb2.SequenceOutcome(generated_token_ids=[1, last], finish_reason="stop")
+    stops = Stops(["unused"], asked.get("stop_token_ids", []), 9)
+    (kept,) = await kept_sequences(capture_pb2.CaptureManifest(sequences=[sequence]), stops, text_of)
+    assert (kept.text, kept.stop_reason, kept.stop_token_id) == (" 1", "", reported)
 
 
 async def test_a_prompt_without_a_reply_is_skipped(service):

@@ -8,7 +8,7 @@ import pytest
 from inference_svc.engine.streams import Delta
 from inference_svc.requests.registry import Running
 from inference_svc.session.capture_session import CaptureSession
-from inference_svc.session.existing_capture import kept_sequences, replay
+from inference_svc.session.existing_capture import Stops, kept_sequences, replay
 from inference_svc.session.scores.kept import KeptScores
 from residuum.v1 import capture_pb2, probe_pb2, rule_pb2, store_pb2
 from residuum.wire.limits import MAX_KEPT_SCORES, MAX_SEAL_BYTES
@@ -78,7 +78,7 @@ async def test_a_skipped_request_repeats_scores_and_events():
     async def text_of(prompt, reply):
         return "text"
 
-    kept, counted = await kept_sequences(manifest, [], [], text_of), []
+    kept, counted = await kept_sequences(manifest, Stops([], [], None), text_of), []
     events = [event async for event in replay(manifest, kept, None, counted.append)]
     assert counted == [len(item.token_ids) for item in kept]
     assert events[1].delta.prompt_scores == scores.probes
