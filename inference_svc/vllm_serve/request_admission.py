@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from inference_svc.admission.fields import invalid
@@ -20,8 +21,10 @@ if TYPE_CHECKING:
     from inference_svc.vllm_serve.shared_vectors import RequestVectors
     from inference_svc.vllm_serve.xargs import ResiduumArguments
 
-_COMPLETION = re.compile("(cmpl-.+)(-[0-9]+)", re.DOTALL)
-"""The ID that vLLM gives a prompt of a completion: the answer's `id`, and the prompt's number."""
+_NUMBERED = re.compile("(cmpl-.+)-([0-9]+)|(resp_.+)_([0-9]+)", re.DOTALL)
+"""The ID that vLLM gives a prompt of a completion, or a turn of a response: the answer's `id`, and the number."""
+_CONVERSATION = re.compile("(chatcmpl-.+)_([0-9]+)", re.DOTALL)
+"""The ID that vLLM gives a conversation of a batch. That of a single chat may look the same."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +45,27 @@ class ReceivedRequest:
     """Where the scores go; None if the server runs without the middleware."""
 
     @property
+    def prompt_number(self) -> int:
+        """The number of the prompt among those of its HTTP request, from 0."""
+        return self._answer_id_and_number[1]
+
+    @property
     def known_id(self) -> str:
-        """The ID that the caller knows: its own choice, otherwise the `id` of the answer; with the prompt's number."""
-        return _known_id(self.arguments.spec.request_id, self.request_id)
+        """The ID that the caller knows: its own choice, otherwise the `id` of the answer; with the prompt's number.
+
+        Callers do not see the number of a single prompt, so the first prompt has none.
+        """
+        answer_id, number = self._answer_id_and_number
+        return (self.arguments.spec.request_id or answer_id) + (f"-{number}" if number else "")
+
+    @cached_property
+    def _answer_id_and_number(self) -> tuple[str, int]:
+        form = _CONVERSATION if self.answer is not None and self.answer.is_batch else _NUMBERED
+        found = form.fullmatch(self.request_id)
+        if found is None:
+            return self.request_id, 0
+        answer_id, number = filter(None, found.groups())
+        return answer_id, int(number)
 
 
 @dataclass(frozen=True)
@@ -111,7 +132,7 @@ class RequestAdmission:
         parameters = self._parameters(received.sampling, len(token_ids))
         self._vectors.keep(received.arguments, spec)
         self._admission.check_request(spec, "", len(token_ids), parameters)
-        spec = replace(spec, request_id=capture_id(spec, received.request_id), adapter=received.adapter)
+        spec = replace(spec, request_id=capture_id(spec, received.known_id), adapter=received.adapter)
         return AdmittedRequest(received, spec, token_ids, parameters)
 
     def _parameters(self, sampling: Any, prompt_tokens: int) -> inference_pb2.SamplingParameters:
@@ -130,17 +151,14 @@ class RequestAdmission:
         )
 
 
-def capture_id(spec: ResolvedSpec, request_id: str) -> str:
-    """Return the ID of the request's capture: the caller's choice, otherwise the `id` of the answer.
-
-    If a completion has several prompts, the second and later ones have their number appended.
+def capture_id(spec: ResolvedSpec, known_id: str) -> str:
+    """Return the ID of the request's capture: the one that the caller knows.
 
     Raises:
         Failure: This is not a valid capture ID.
     """
     if spec.capture is None and not spec.request_id:
         return make_id()  # not vLLM's ID: the registry refuses running IDs, and a caller may repeat X-Request-Id
-    known_id = _known_id(spec.request_id, request_id)
     if is_valid_id(known_id):
         return known_id
     if spec.request_id:
@@ -154,17 +172,6 @@ def capture_id(spec: ResolvedSpec, request_id: str) -> str:
         f"{known_id[:128]!r}, made from the X-Request-Id, is not a valid capture ID: 1 to 128 characters of a-z A-Z "
         "0-9 . _ -, not starting with . or -. Choose another X-Request-Id, or set request_id in the spec.",
     )
-
-
-def _known_id(chosen: str, request_id: str) -> str:
-    """Return the ID that the caller chose, otherwise the `id` of the answer to a request with this ID of vLLM's.
-
-    vLLM appends the number of the prompt to the `id` of a completion. Callers do not see that for a single prompt, so
-    the first prompt has no number.
-    """
-    completion = _COMPLETION.fullmatch(request_id)
-    answer_id, number = completion.groups() if completion else (request_id, "-0")
-    return (chosen or answer_id) + (number if number != "-0" else "")
 
 
 def _checked_model(spec: inference_pb2.RequestSpec, adapter: str) -> inference_pb2.RequestSpec:

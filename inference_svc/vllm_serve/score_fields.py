@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _FIELD = "residuum"
 _PREFIX = b"data: "
+_BATCH = "/v1/chat/completions/batch"
 
 _current: ContextVar[Answer | None] = ContextVar("residuum_answer", default=None)
 
@@ -39,8 +40,10 @@ def current_answer() -> Answer | None:
 class Answer:
     """The scores of one HTTP request that its answer does not have yet."""
 
-    def __init__(self) -> None:
-        """Start without scores."""
+    def __init__(self, path: str) -> None:
+        """Start without scores. `path` is that of the HTTP request."""
+        self.is_batch = path.endswith(_BATCH)
+        """Whether the answer has a choice for each of several conversations."""
         self.has_scores = False
         """Whether a prompt of the request has probes. Set before the answer begins."""
         self._waiting: dict[int, dict[str, Any]] = defaultdict(dict)
@@ -85,7 +88,7 @@ class ScoreFields:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        answer = Answer()
+        answer = Answer(scope["path"])
         _current.set(answer)
         await self._app(scope, receive, _Sender(answer, send))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +23,6 @@ if TYPE_CHECKING:
 
     Scored = tuple[Any, Delta | None]
     """vLLM's output, and its tokens with their scores and events; None without probes."""
-
-_ANY_PROMPT = re.compile("cmpl-.+-([0-9]+)", re.DOTALL)
-"""The ID that vLLM gives a prompt of a completion."""
 
 
 async def scored_stream(
@@ -110,6 +106,5 @@ def _end(step: Any, delta: Delta) -> None:
 
 
 def _choice(received: ReceivedRequest, index: int) -> int:
-    """Return the index of a sequence among the choices of an answer, which has those of all prompts of a completion."""
-    completion = _ANY_PROMPT.fullmatch(received.request_id)
-    return (int(completion[1]) if completion else 0) * int(received.sampling.n) + index
+    """Return the index of a sequence among the choices of an answer, which has those of all prompts."""
+    return received.prompt_number * int(received.sampling.n) + index

@@ -120,7 +120,7 @@ async def test_the_answer_has_the_scores_and_events_of_the_capture(face):
     memory = ScoreMemory(1 << 16)
     face.front._serve([{**RANK, "score_board": memory.path}])
     kept = [probe_pb2.KeptScores(probes=[probe_pb2.ProbeScores(values=values)]) for values in ([1, 2, 3, 4], [5, 6])]
-    face.store.kept, answer = kept, Answer()
+    face.store.kept, answer = kept, Answer("/v1/completions")
     face.front._llm.collective_rpc = loaded
     token = _current.set(answer)
     try:

@@ -22,6 +22,7 @@ from inference_svc.vllm_serve.front import FrontEnd
 from inference_svc.vllm_serve.outputs import stopped_failure
 from inference_svc.vllm_serve.refusals import http_error
 from inference_svc.vllm_serve.request_admission import ReceivedRequest, capture_id
+from inference_svc.vllm_serve.score_fields import Answer
 from inference_svc.vllm_serve.xargs import ResiduumArguments
 from residuum.rpc.errors import Failure
 from residuum.v1 import capture_pb2, inference_pb2
@@ -171,6 +172,13 @@ async def test_rules_that_do_not_fit_the_model_stop_all_requests(control, tmp_pa
     assert refused.value.http_status == HTTPStatus.INTERNAL_SERVER_ERROR
 
 
+def named(vllm_id, chosen="", path="/v1/chat/completions"):
+    """Return the ID that the caller of a captured request knows, and the number of its prompt."""
+    arguments = ResiduumArguments(inference_pb2.RequestSpec(request_id=chosen), ())
+    received = ReceivedRequest(arguments, PROMPT, SamplingParams(), vllm_id, "", Answer(path))
+    return capture_id(SimpleNamespace(request_id=chosen, capture=object()), received.known_id), received.prompt_number
+
+
 @pytest.mark.parametrize(
     ("vllm_id", "name"),
     [
@@ -179,31 +187,47 @@ async def test_rules_that_do_not_fit_the_model_stop_all_requests(control, tmp_pa
         ("cmpl-7f-1", "cmpl-7f-1"),  # the second prompt
         ("cmpl-7f-10", "cmpl-7f-10"),
         ("chatcmpl-7f-0", "chatcmpl-7f-0"),  # a chat has one prompt, and no number
-        ("resp_7f", "resp_7f"),
+        ("chatcmpl-7f_1", "chatcmpl-7f_1"),
+        ("resp_7f_0", "resp_7f"),  # the first turn of a response
+        ("resp_7f_2", "resp_7f-2"),
     ],
 )
 def test_a_capture_is_named_as_the_answer(vllm_id, name):
-    asked = SimpleNamespace(request_id="", capture=object())
-    assert capture_id(asked, vllm_id) == name
+    assert named(vllm_id)[0] == name
 
 
-@pytest.mark.parametrize("capture", [object(), None])
 @pytest.mark.parametrize(
     ("vllm_id", "name"),
-    [("cmpl-7f-0", "mine"), ("cmpl-7f-1", "mine-1"), ("cmpl-7f-1-10", "mine-10"), ("chatcmpl-7f-1", "mine")],
+    [
+        ("cmpl-7f-0", "mine"),
+        ("cmpl-7f-1", "mine-1"),
+        ("cmpl-7f-1-10", "mine-10"),
+        ("chatcmpl-7f-1", "mine"),
+        ("resp_7f_0", "mine"),
+        ("resp_7f_1", "mine-1"),
+    ],
 )
-def test_the_prompts_of_a_completion_with_a_chosen_id_have_different_ids(vllm_id, name, capture):
-    asked = SimpleNamespace(request_id="mine", capture=capture)
-    assert capture_id(asked, vllm_id) == name
-    arguments = ResiduumArguments(inference_pb2.RequestSpec(request_id="mine"), ())
-    assert ReceivedRequest(arguments, PROMPT, SamplingParams(), vllm_id, "", None).known_id == name
+def test_the_prompts_of_a_request_with_a_chosen_id_have_different_ids(vllm_id, name):
+    assert named(vllm_id, "mine")[0] == name
+    asked = SimpleNamespace(request_id="mine", capture=None)
+    assert capture_id(asked, name) == name
+
+
+@pytest.mark.parametrize(
+    ("vllm_id", "name", "chosen", "number"),
+    [("chatcmpl-7f_0", "chatcmpl-7f", "mine", 0), ("chatcmpl-7f_1_11", "chatcmpl-7f_1-11", "mine-11", 11)],
+)
+def test_the_conversations_of_a_batch_have_different_ids_and_choices(vllm_id, name, chosen, number):
+    path = "/v1/chat/completions/batch"
+    assert named(vllm_id, path=path) == (name, number)
+    assert named(vllm_id, "mine", path) == (chosen, number)
 
 
 def test_a_chosen_id_must_have_room_for_the_number_of_the_prompt():
-    asked = SimpleNamespace(request_id="x" * 127, capture=object())
-    assert capture_id(asked, "cmpl-7f-0") == asked.request_id
+    longest = "x" * 127
+    assert named("cmpl-7f-0", longest)[0] == longest
     with pytest.raises(Failure, match=r"longer than 128 characters.* Choose a shorter one"):
-        capture_id(asked, "cmpl-7f-1")
+        named("cmpl-7f-1", longest)
 
 
 def test_a_request_that_ends_because_the_server_stops_may_be_sent_to_another():

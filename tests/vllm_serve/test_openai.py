@@ -10,7 +10,7 @@ import sys
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import openai
@@ -320,6 +320,32 @@ def test_the_choices_of_several_prompts_have_their_own_scores(api: openai.OpenAI
         name = answer.id if choice.index < 2 else f"{answer.id}-1"
         scores = captures.manifest(name, wait=30).scores(choice.index % 2)
         np.testing.assert_allclose(choice.model_extra["residuum"]["scores"]["probe"], scores["probe"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["", "batch"])
+def test_the_conversations_of_a_batch_have_their_own_captures_and_scores(
+    api: openai.OpenAI, captures: residuum.Client, name: str
+) -> None:
+    chats = [[{"role": "user", "content": text}] for text in ("Hello", "What is the capital of France?")]
+    asked = asking(ALL, probes=residuum.Probe(WEIGHTS[0], layer=12), request_id=name)
+    body = {"model": MODEL, "messages": chats, "max_tokens": 3, "temperature": 0, **asked}
+    answer: Any = api.post("/chat/completions/batch", cast_to=object, body=body)
+    first = name or answer["id"]
+    found = [choice["residuum"]["scores"]["probe"] for choice in answer["choices"]]
+    for scores, capture in zip(found, (first, f"{first}-1"), strict=True):
+        kept = captures.manifest(capture, wait=30).scores(0)
+        np.testing.assert_allclose(scores, kept["probe"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_response_is_captured_under_the_answers_id(
+    api: openai.OpenAI, captures: residuum.Client, reference: Reference, stream: bool
+) -> None:
+    answer = api.responses.create(
+        model=MODEL, input=PROMPT, max_output_tokens=4, temperature=0, stream=stream, extra_body=asking(ALL)
+    )
+    parts = [part.response for part in answer if part.type == "response.created"] if stream else [answer]
+    check_rows(captures.activations(parts[0].id), reference)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])

@@ -31,7 +31,7 @@ async def answered(app, kind="http"):
     async def send(message):
         sent.append(message)
 
-    await ScoreFields(app)({"type": kind}, None, send)
+    await ScoreFields(app)({"type": kind, "path": "/v1/completions"}, None, send)
     return sent
 
 
