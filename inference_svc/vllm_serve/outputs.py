@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
+from inference_svc.vllm_serve.xargs import without_residuum_arguments
 from residuum.rpc.errors import Failure, Reason
 
 if TYPE_CHECKING:
@@ -38,7 +39,11 @@ _NOT_SAMPLING = {
     "skip_reading_prefix_cache",
     "stream_interval",
 }
-"""Fields of vLLM's sampling parameters that do not change a request's tokens. Those about logprobs do not either."""
+"""Fields of vLLM's sampling parameters that do not change a request's tokens. Those about logprobs do not either. Of
+`extra_args`, see `_NOT_TOKENS`."""
+
+_NOT_TOKENS = {"ec_transfer_params", "kv_transfer_params", "session_id"}
+"""Items of `extra_args` that do not change a request's tokens. Others may: logits processors read them."""
 
 
 _Queue = asyncio.Queue[tuple[int, Any, BaseException | None]]
@@ -138,6 +143,9 @@ def digest_of(sampling: SamplingParams) -> bytes:
         for name in sorted(sampling.__struct_fields__)
         if not name.startswith("_") and "logprob" not in name and name not in _NOT_SAMPLING
     }
+    others = without_residuum_arguments(sampling.extra_args) or {}
+    if of_processors := sorted((name, repr(value)) for name, value in others.items() if name not in _NOT_TOKENS):
+        fields["extra_args"] = repr(of_processors)
     return hashlib.sha256(repr(fields).encode()).digest()
 
 

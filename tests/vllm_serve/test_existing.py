@@ -167,6 +167,23 @@ def test_different_sampling_makes_a_different_request():
     assert digest_of(sampling(structured_outputs=StructuredOutputsParams(choice=["a", "b"]))) not in same
 
 
+def test_what_a_logits_processor_reads_makes_a_different_request():
+    def digest(**others):
+        asked = sampling()
+        asked.extra_args |= others
+        return digest_of(asked)
+
+    same = {
+        digest(),
+        digest(kv_transfer_params={"do_remote_decode": True}, session_id="7"),
+        digest_of(SamplingParams(n=2, max_tokens=2)),
+    }
+    assert len(same) == 1
+    assert digest(target_token=4) not in same
+    assert digest(target_token=4) != digest(target_token=5)
+    assert digest(a=1, b=2) == digest(b=2, a=1)
+
+
 async def test_what_the_engine_changes_in_structured_outputs_does_not_change_the_digest(face):
     """vLLM writes into them before it copies the parameters, and the digest may be made after that."""
     asked = sampling(structured_outputs=StructuredOutputsParams(choice=["a", "b"]), if_exists="fail")
