@@ -6,6 +6,7 @@ import importlib.metadata
 import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health
@@ -288,11 +289,16 @@ def main(arguments: Sequence[str]) -> int:
     except (DamagedError, StoreFullError, OSError, TracingError) as error:
         _log.error("cannot start", error=str(error))
         return 1
-    if settings.port_file is not None:
-        write_port_file(settings.port_file, store.port)
-    shutdown.wait()
-    store.stop()
-    stop_tracing()
+    try:
+        if settings.port_file:
+            write_port_file(Path(settings.port_file), store.port)
+        shutdown.wait()
+    except OSError as error:
+        _log.error("cannot start: the port file cannot be written", error=str(error))
+        return 1
+    finally:  # otherwise its threads would keep the process alive, and no signal would end it
+        store.stop()
+        stop_tracing()
     return 1 if store.died else 0
 
 

@@ -144,7 +144,7 @@ class StoreSettings(SecureSettings):
     grace_seconds: NonNegativeFloat = 10.0
     """How long running calls may take to end after SIGTERM or SIGINT."""
 
-    port_file: Path | None = None
+    port_file: str = ""
     """Write the port to this file once the store listens, for programs that chose port 0."""
 
     nice: int = Field(default=0, ge=0, le=19)

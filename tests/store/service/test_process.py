@@ -288,6 +288,17 @@ def test_a_port_in_use_and_a_folder_in_use_are_reported(tmp_path: Path, start: S
     assert (done.returncode, "in use" in done.stderr) == (1, True)
 
 
+def test_a_port_file_that_cannot_be_written_ends_the_process(tmp_path: Path) -> None:
+    flags = ["--listen", "127.0.0.1:0", "--path", str(tmp_path / "store")]
+    done = run(*flags, "--port-file", str(tmp_path / "none" / "port"))
+    assert (done.returncode, "the port file cannot be written" in done.stderr) == (1, True)
+    assert "Traceback" not in done.stderr
+
+
+def test_an_empty_port_file_is_none() -> None:
+    assert not StoreSettings(path=Path("x"), port_file="").port_file
+
+
 @pytest.mark.parametrize(
     "method",
     [
