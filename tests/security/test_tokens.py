@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -88,6 +89,24 @@ def test_tokens_can_be_added_and_removed_while_the_service_runs(store, tokens, c
         tokens.replace("")
         with pytest.raises(residuum.Unauthenticated):
             ask(endpoint, second)
+
+
+def test_a_file_that_could_not_be_read_is_read_once_its_permissions_allow_it(tokens, monkeypatch):
+    removed, kept = tokens.add("alice", "read"), tokens.add("alice", "read")
+    file = TokenFile(tokens.path)
+    tokens.replace(f'[[token]]\nhash = "{token_hash(kept)}"\ntenant = "alice"\nrights = ["read"]\n')
+
+    def refused(*_args, **_options):
+        raise PermissionError
+
+    with monkeypatch.context() as patch:  # the tests may run as root, whom no permissions stop
+        patch.setattr(Path, "read_text", refused)
+        assert file.table().find(removed), "the service keeps the old contents"
+    before = tokens.path.stat().st_ctime_ns
+    while tokens.path.stat().st_ctime_ns == before:
+        tokens.path.chmod(0o640)
+    assert not file.table().find(removed)
+    assert file.table().find(kept)
 
 
 def test_a_client_reads_its_file_again(store, tokens, tmp_path):

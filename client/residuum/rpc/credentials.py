@@ -150,13 +150,16 @@ class TokenSource:
 
 
 def file_stamp(path: FilePath) -> tuple[int, ...]:
-    """Return a value that changes when the file changes: its modification time, inode and size.
+    """Return a value that changes when the file changes: its times, inode and size.
+
+    The second time changes with the owner and the permissions too. So a file that could not be read is read again once
+    it can be.
 
     Raises:
         OSError: The file does not exist or cannot be accessed.
     """
     status = Path(path).stat()
-    return status.st_mtime_ns, status.st_ino, status.st_size
+    return status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_size
 
 
 def _check_token(text: str, where: str) -> str:
