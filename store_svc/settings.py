@@ -20,6 +20,12 @@ _MOST_SHARDS = 8
 """Shards of a database on a machine with many cores, unless the operator chooses another number."""
 
 
+_NotForever = Field(le=1e9)
+"""Python's threads cannot wait for longer than about 9e9 seconds, nor for ever with a timeout."""
+
+_Seconds = Annotated[PositiveFloat, _NotForever]
+
+
 def _map_limit(size: ByteSize) -> ByteSize:
     if size < _SMALLEST_MAP:
         raise ValueError("must be at least 16MiB")
@@ -91,28 +97,28 @@ class StoreSettings(SecureSettings):
     archive, and reads them from there. Those that were not read for longest go first. 0: at once. Default: three
     quarters of max-bytes, less the space reserved for ending captures."""
 
-    sync_interval_seconds: PositiveFloat = 1.0
+    sync_interval_seconds: _Seconds = 1.0
     """The store syncs commits to disk after this long without writes."""
 
-    open_timeout_seconds: PositiveFloat = 3600.0
+    open_timeout_seconds: _Seconds = 3600.0
     """An unsealed capture ends INCOMPLETE when nothing is written to it for this long. Choose longer than a request may
     queue, or generate without a captured row. A restart of the store restarts the timeout. If the inference service was
     killed, lease-seconds ends the capture sooner."""
 
-    lease_seconds: PositiveFloat = 15.0
+    lease_seconds: _Seconds = 15.0
     """An inference service with open captures says several times in this time that it lives. If it does not, the store
     waits ending-timeout-seconds for rows in flight, and then ends its unsealed captures INCOMPLETE (SERVICE_GONE).
     Choose longer than an outage of the network between the two should last."""
 
-    seal_timeout_seconds: PositiveFloat = 120.0
+    seal_timeout_seconds: _Seconds = 120.0
     """A capture that was sealed COMPLETE ends INCOMPLETE when no expected row arrives for this long. A restart of the
     store restarts the timeout."""
 
-    ending_timeout_seconds: PositiveFloat = 5.0
+    ending_timeout_seconds: _Seconds = 5.0
     """A capture whose request was aborted or failed, or whose inference service was killed, ends when no row in flight
     arrives for this long. A restart of the store restarts the timeout."""
 
-    full_timeout_seconds: PositiveFloat = 120.0
+    full_timeout_seconds: _Seconds = 120.0
     """While the store is full, a capture that is open, or that was sealed COMPLETE, ends INCOMPLETE (STORE_FULL) when
     none of its rows is stored for this long. Until then its rows wait in the ring, and the model may wait too."""
 
@@ -134,14 +140,14 @@ class StoreSettings(SecureSettings):
     max_captures: Annotated[int, Field(ge=1)] = 1_000_000
     """How many captures the store keeps; it refuses to open more. Each takes about 1.5 KiB of memory."""
 
-    first_message_seconds: PositiveFloat = 20.0
+    first_message_seconds: _Seconds = 20.0
     """The store cancels a call that has sent no message for this long."""
 
-    stall_seconds: PositiveFloat = 600.0
+    stall_seconds: _Seconds = 600.0
     """The store cancels a stream whose caller does not read sent messages for this long. Callers that wait for rows, or
     have none to write, may wait as long as they like."""
 
-    grace_seconds: NonNegativeFloat = 10.0
+    grace_seconds: Annotated[NonNegativeFloat, _NotForever] = 10.0
     """How long running calls may take to end after SIGTERM or SIGINT."""
 
     port_file: str = ""

@@ -240,6 +240,9 @@ def test_the_help_explains_every_setting() -> None:
         (["--path", "{path}", "--max-bytes", "1MiB"], "--max-bytes"),
         (["--path", "{path}", "--ack", "maybe"], "--ack"),
         (["--path", "{path}", "--seal-timeout-seconds", "0"], "--seal-timeout-seconds"),
+        (["--path", "{path}", "--open-timeout-seconds", "inf"], "--open-timeout-seconds"),
+        (["--path", "{path}", "--stall-seconds", "1e10"], "--stall-seconds"),
+        (["--path", "{path}", "--grace-seconds", "inf"], "--grace-seconds"),
         ([], "--path .*: this setting is required"),
     ],
 )
@@ -293,6 +296,17 @@ def test_a_port_file_that_cannot_be_written_ends_the_process(tmp_path: Path) -> 
     done = run(*flags, "--port-file", str(tmp_path / "none" / "port"))
     assert (done.returncode, "the port file cannot be written" in done.stderr) == (1, True)
     assert "Traceback" not in done.stderr
+
+
+def test_a_store_can_wait_for_as_long_as_its_settings_may_say(start: Start) -> None:
+    names = [name for name in StoreSettings.model_fields if name.endswith("_seconds")]
+    process = start(*(f"--{name.replace('_', '-')}=1e9" for name in names))
+    process.client.open()
+    process.client.append([make_chunk(LAYERS, [0])])
+    process.client.open(describe("second"))
+    assert process.client.get().num_rows == len(LAYERS)
+    assert process.end() == 0
+    assert "Traceback" not in process.log_path.read_text()
 
 
 def test_an_empty_port_file_is_none() -> None:
