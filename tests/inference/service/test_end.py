@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from tests.shipping.support import ENVIRONMENT
 
 # The service's program with a server that cannot start. Something in its modules would print when Python frees it.
@@ -35,3 +37,28 @@ def test_a_failed_start_ends_with_its_reason_and_without_what_modules_print_when
         [sys.executable, "-c", PROGRAM], env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=60
     )
     assert (done.returncode, done.stderr, done.stdout) == (1, "the port is taken\n", "ended\n")
+
+
+# A service that gets SIGTERM while it imports its server.
+STOPPED_EARLY = """
+import os, runpy, signal, sys, time
+
+class Importing:
+    def find_spec(self, name, path, target=None):
+        if name == f"{module}.server":
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+
+module = sys.argv[1]
+sys.meta_path.insert(0, Importing())
+sys.argv[1:] = ["--model", "x", "--listen", "127.0.0.1:0"]
+runpy.run_module(module, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("module", ["inference_svc", "store_svc"])
+def test_sigterm_ends_a_service_that_is_still_importing(module):
+    """A handler is needed: without one, Linux ignores the signal in the first process of a container."""
+    command = [sys.executable, "-c", STOPPED_EARLY, module]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
