@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -173,7 +174,9 @@ class CaptureKeeper:
         """Renew the lease until no capture is open. A store that names no duration is older, and needs no lease."""
         self._lease_seconds = lease.ToNanoseconds() / 1e9
         if self._lease_seconds and (self._renewing is None or self._renewing.done()):
-            self._renewing = asyncio.create_task(self._renew_lease(service), name="lease")
+            # With a context of its own: it outlives this request, so its logs and calls must not belong to it.
+            renewing = self._renew_lease(service)
+            self._renewing = contextvars.Context().run(asyncio.create_task, renewing, name="lease")
 
     async def _renew_lease(self, service: str) -> None:
         request = store_pb2.RenewLeaseRequest(service_instance=service)

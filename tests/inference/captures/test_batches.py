@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import grpc
 import pytest
+from structlog.contextvars import get_contextvars
 from structlog.testing import capture_logs
 
+from inference_svc.captures import keeper as keeper_module
 from inference_svc.captures import opening as opening_module
 from inference_svc.captures.batches import Batches, together
 from inference_svc.captures.keeper import CaptureKeeper
@@ -21,6 +24,7 @@ from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, store_pb2, store_pb2_grpc
 from residuum.wire.limits import MAX_CAPTURES_PER_OPEN, MAX_MESSAGE_BYTES
 from residuum.wire.placement import StoreAddress
+from svc_common.logs import bind_request
 from tests import ports
 from tests.inference.service_support import DEADLINE, FakeStore, listening, until
 
@@ -87,6 +91,24 @@ async def outcomes(tasks):
     """Return None for each capture that is open, and the reasons of the others."""
     results = await asyncio.gather(*tasks, return_exceptions=True)
     return [result.reason if isinstance(result, Failure) else result for result in results]
+
+
+async def test_the_lease_belongs_to_no_request(keeper, store, monkeypatch):
+    """Its renewals go on after the request that took it, and so must not be in its trace, nor its ID in their logs."""
+    answer = store_pb2.OpenCaptureResponse()
+    answer.lease.FromNanoseconds(10_000_000)
+    monkeypatch.setattr(store, "OpenCapture", AsyncMock(return_value=answer))
+    fields = []
+
+    async def renew(*_arguments):
+        fields.append(get_contextvars())
+        return store_pb2.RenewLeaseResponse()
+
+    monkeypatch.setattr(keeper_module, "_renew", renew)
+    bind_request("first")
+    await keeper.open(capture_pb2.CaptureDescription(capture_id="first", service_instance="s"))
+    await until(lambda: fields)
+    assert fields[0] == {}
 
 
 async def test_opens_of_one_turn_share_a_call(keeper, store):
