@@ -262,13 +262,14 @@ def _explain(kind: type[ServiceSettings], problem: ErrorDetails) -> str:
     location, message = problem["loc"], problem["msg"].removeprefix("Value error, ")
     if not location:  # settings that contradict each other; the message names them
         return message
-    if problem["type"] == "extra_forbidden":
-        message = _unknown(kind, location)
+    if problem["type"] == "extra_forbidden":  # without the value, which may be a token
+        return f"{_flag(location)} ({_variable(location)}): {_unknown(kind, location)}"
     if problem["type"] == "missing":
         return f"{_flag(location)} ({_variable(location)}): this setting is required"
     if problem["type"].startswith("byte_size"):
         message = "this is not a size. Give a number of bytes, or a number with a unit, such as 50GiB"
-    return f"{_flag(location)} ({_variable(location)}): {message} (given: {problem['input']!r})"
+    given = "" if isinstance(problem["input"], dict) else f" (given: {problem['input']!r})"  # engine-args may hold a token
+    return f"{_flag(location)} ({_variable(location)}): {message}{given}"
 
 
 def _unknown(kind: type[ServiceSettings], location: tuple[int | str, ...]) -> str:

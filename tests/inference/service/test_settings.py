@@ -147,6 +147,13 @@ def test_an_invalid_settings_file_is_an_error(tmp_path, text, told):
     assert told in ended.value.code
 
 
+@pytest.mark.parametrize("text", ['store-token = "rsd_secret"', 'engine-args = {model = "x", hf_token = "rsd_secret"}'])
+def test_no_error_shows_a_token(tmp_path, text):
+    with pytest.raises(SystemExit, match="bad settings") as ended:
+        load(tmp_path / "x.toml", text)
+    assert "rsd_secret" not in ended.value.code
+
+
 SLIPS = {
     "RESIDUUM_RING_MB": "RESIDUUM_RING_MIB",
     "RESIDUUM_TOKENS_FILE": "RESIDUUM_TOKENS",
