@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
+from pathlib import Path
 
 import grpc
 import grpc.aio
@@ -74,6 +76,14 @@ def test_every_method_is_in_the_list():
     files = (inference_pb2.DESCRIPTOR, store_pb2.DESCRIPTOR)
     ours = {service.full_name for file in files for service in file.services_by_name.values()}
     assert ours == {STORE, INFERENCE}
+
+
+def test_the_page_about_security_names_every_method_in_the_row_of_its_right():
+    text = (Path(__file__).resolve().parents[2] / "docs/operations/security.md").read_text()
+    for name, right in EXPECTED.items():
+        if name.startswith((f"/{STORE}/", f"/{INFERENCE}/")):
+            row = "any token" if right == ANY else f"`{right}`"
+            assert re.search(rf"^\| {row} \|.*`{name.rpartition('/')[2]}`", text, re.MULTILINE), name
 
 
 def test_a_method_without_a_required_right_fails_at_startup(monkeypatch):
