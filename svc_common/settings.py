@@ -268,7 +268,8 @@ def _explain(kind: type[ServiceSettings], problem: ErrorDetails) -> str:
         return f"{_flag(location)} ({_variable(location)}): this setting is required"
     if problem["type"].startswith("byte_size"):
         message = "this is not a size. Give a number of bytes, or a number with a unit, such as 50GiB"
-    given = "" if isinstance(problem["input"], dict) else f" (given: {problem['input']!r})"  # engine-args may hold a token
+    # An object is that of engine-args, which may hold a token.
+    given = "" if isinstance(problem["input"], dict) else f" (given: {problem['input']!r})"
     return f"{_flag(location)} ({_variable(location)}): {message}{given}"
 
 
