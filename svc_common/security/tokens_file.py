@@ -27,6 +27,7 @@ import hmac
 import secrets
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,9 @@ else:
     import tomli as tomllib
 
 _log = get_logger(__name__)
+
+_WRITE_SECONDS = 0.1
+"""How long a program may take from emptying a file to writing it."""
 
 
 class TokensError(OSError):
@@ -169,7 +173,13 @@ class TokenFile:
 
     def _reload(self) -> None:
         try:
-            self._table = _load(self._path)
+            table = _load(self._path)
+            if not table and self._table:
+                # `cp` and editors empty a file before they write it. Nobody's token is unknown for that moment.
+                time.sleep(_WRITE_SECONDS)
+                self._stamp = self._current_stamp()
+                table = _load(self._path)
+            self._table = table
         except TokensError as error:
             # No traceback: it could reveal the file's contents.
             _log.error("cannot use the changed tokens file; keeping its previous contents", error=str(error))

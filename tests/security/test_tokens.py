@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,20 @@ def test_a_file_that_could_not_be_read_is_read_once_its_permissions_allow_it(tok
         tokens.path.chmod(0o640)
     assert not file.table().find(removed)
     assert file.table().find(kept)
+
+
+def test_a_token_is_known_while_its_file_is_overwritten(tokens):
+    """As `cp` does: it empties the file, and then writes it."""
+    token = tokens.add("alice", "read")
+    text, file = tokens.path.read_text(), TokenFile(tokens.path)
+    tokens.path.write_text("")
+    writing = threading.Timer(0.02, tokens.path.write_text, [text])
+    writing.start()
+    assert file.table().find(token)
+    writing.join()
+    assert file.table().find(token)
+    tokens.path.write_text("")
+    assert not file.table().find(token), "an empty file is a file without tokens"
 
 
 def test_a_client_reads_its_file_again(store, tokens, tmp_path):
