@@ -14,7 +14,7 @@ import numpy as np
 
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, store_pb2
-from residuum.wire.rows.encodings import PROJECT, RANDOM_PROJECTIONS, SAE, EncodingError, RowFormat
+from residuum.wire.rows.encodings import EncodingError, RowFormat
 from residuum.wire.rows.frame_keys import FrameKey, unpack_frame
 from residuum.wire.rows.frames import FrameError
 from store_svc.archive.fetching import Away, Fetcher
@@ -39,9 +39,6 @@ _TRANSACTION_SECONDS = 0.01
 OPEN, NO_LAYER = store_pb2.LEFT_OUT_REASON_OPEN, store_pb2.LEFT_OUT_REASON_NO_LAYER
 OTHER_WIDTH, ENCODING = store_pb2.LEFT_OUT_REASON_OTHER_WIDTH, store_pb2.LEFT_OUT_REASON_ENCODING
 DAMAGED, GONE = store_pb2.LEFT_OUT_REASON_DAMAGED, store_pb2.LEFT_OUT_REASON_GONE
-
-NOT_SEARCHED = RANDOM_PROJECTIONS | {PROJECT, SAE}
-"""Encodings that decode to something else than the row."""
 
 _FAILURES = {
     Reason.ERROR_REASON_UNKNOWN_CAPTURE: GONE,
@@ -285,7 +282,7 @@ class _CaptureScan:
         if layer not in self._query.layers_at(site):
             raise LeftOutError(NO_LAYER)
         form = RowFormat.of_capture(manifest.description, site)
-        if form.encoding in NOT_SEARCHED:
+        if not form.decodes_to_rows:
             raise LeftOutError(ENCODING)
         if form.decoded_width != width:
             raise LeftOutError(OTHER_WIDTH)

@@ -8,15 +8,14 @@ from pathlib import Path
 import pytest
 
 from residuum.values.replies.search import SearchResult
-from residuum.wire.rows.encodings import ENCODING_NAMES
-from store_svc.searching.scanning import NOT_SEARCHED
+from residuum.wire.rows.encodings import ENCODING_NAMES, NOT_ROWS
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
 def names():
-    return sorted(ENCODING_NAMES[encoding] for encoding in NOT_SEARCHED)
+    return sorted(ENCODING_NAMES[encoding] for encoding in NOT_ROWS)
 
 
 def test_the_page_names_them(names):

@@ -141,10 +141,11 @@ class ExampleReader:
                 "be made from them. Select another site of the capture.",
                 reason="INVALID_FIELD",
             )
-        if acts.width != acts.hidden_size:
+        if not manifest.format_at(acts.site).decodes_to_rows:
             raise InvalidRequest(
-                f"{name}: its rows were captured as {acts.encoding!r} with {acts.width} elements, but a direction "
-                f"needs the model's {acts.hidden_size}. Capture them with an encoding of full width: 'full8' or 'raw'.",
+                f"{name}: its rows were captured as {acts.encoding!r}, which keeps {acts.width} other numbers for each "
+                "row, but a direction needs the row itself. Capture them with an encoding that keeps it: 'full8' or "
+                "'raw'.",
                 reason="INVALID_FIELD",
             )
         self._check_width(name, acts.hidden_size)

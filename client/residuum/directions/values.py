@@ -118,7 +118,8 @@ class Directions(Mapping[int, Vector]):
 
         Raises:
             TypeError: The rows are a bare array, which does not name its layer.
-            InvalidRequest: Directions and rows have no layer in common, or the activations have another site selected.
+            InvalidRequest: Directions and rows have no layer in common, or the activations have another site selected
+                or an encoding that does not keep rows.
             BadVector: The hidden sizes differ, or a direction is zero.
 
         Example:
@@ -131,6 +132,12 @@ class Directions(Mapping[int, Vector]):
             raise InvalidRequest(
                 f"The directions are for the site {self._origin.site}, but the activations have {rows.site} selected. "
                 f"Use acts.select(site={self._origin.site!r}).",
+                reason="INVALID_FIELD",
+            )
+        if isinstance(rows, Activations) and not rows.manifest.format_at(rows.site).decodes_to_rows:
+            raise InvalidRequest(
+                f"{rows.manifest.capture_id} has no rows to project: its encoding {rows.encoding} keeps {rows.width} "
+                "other numbers for each. Capture them as raw.",
                 reason="INVALID_FIELD",
             )
         layers = [layer for layer in self if layer in rows]

@@ -56,7 +56,7 @@ async def test_rows_can_be_transformed(client, peer):
 async def test_rows_of_another_width_are_refused(client):
     capture = residuum.Capture(layers=[0], encoding="rp8", dimensions=2)
     reply = await client.generate("a bb", capture=capture, max_tokens=1)
-    with pytest.raises(residuum.InvalidRequest, match=r"rows at resid_post have 2 elements, .* keeps whole"):
+    with pytest.raises(residuum.InvalidRequest, match=r"resid_post have 2 elements .encoding rp8., .* keeps whole"):
         await client.logit_lens(reply)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import residuum
+from residuum.protocol.generation.lens import LensPlan
 from residuum.v1 import capture_pb2, tensor_pb2
 from residuum.values.captures.blocks import EncodedBlock
 from residuum.wire.rows.encodings import BY_DIMENSION, TOPK, RowFormat
@@ -232,10 +233,24 @@ async def test_saving_keeps_encoded_rows(client, tmp_path):
     assert again.encoding == "full8"
 
 
-async def test_directions_need_rows_of_full_width(client):
-    acts = await read(client, encoding="rp8", dimensions=4)
-    with pytest.raises(residuum.InvalidRequest, match="captured as 'rp8' with 4 elements, but a direction needs the"):
-        residuum.directions.difference_of_means([acts], [acts])
+@pytest.mark.parametrize("width", [4, 8])
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda acts: residuum.directions.difference_of_means([acts], [acts]),
+        lambda acts: residuum.Directions({4: np.ones(8)}).project(acts),
+        lambda acts: residuum.Set.from_activations(acts, layers=[4], positions=[0]),
+        lambda acts: LensPlan(acts, None),
+    ],
+)
+async def test_encoded_rows_are_not_taken_for_rows_even_if_they_are_as_wide(client, use, width):
+    """The model's rows have 8 elements."""
+    vectors = [residuum.Vector.from_array(row) for row in np.eye(8)[:width]]
+    for options in ({"encoding": "rp8", "dimensions": width}, {"encoding": "project", "vectors": vectors}):
+        acts = await read(client, **options)
+        assert acts.width == width
+        with pytest.raises(residuum.InvalidRequest, match=rf"\b{options['encoding']}\b"):
+            use(acts)
 
 
 async def test_only_random_projections_have_a_matrix(client):

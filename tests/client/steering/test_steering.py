@@ -73,7 +73,7 @@ async def test_captured_rows_can_be_set(client, peer):
 @pytest.mark.parametrize(
     ("captures", "arguments", "told"),
     [
-        ({"encoding": "rp", "dimensions": 4}, {}, "have 4 elements .encoding rp., and rows of the model have 8"),
+        ({"encoding": "rp", "dimensions": 4}, {}, "encoding rp keeps 4 other numbers"),
         ({}, {"positions": [3]}, "no row of layer 1 at position 3"),
         ({}, {"layers": [2]}, "no row of layer 2 at position 0"),
         ({}, {"positions": [0, 1], "at": [2]}, "there are 2 positions, and at= has 1"),

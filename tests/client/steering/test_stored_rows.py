@@ -144,7 +144,7 @@ async def test_captures_without_whole_rows_are_refused(client, peer):
     with pytest.raises(residuum.UnknownCapture, match="never"):
         await client.generate("x", steer=steer("never"))
     for options, told in (
-        ({"encoding": "rp", "dimensions": 4}, "have 4 elements .encoding rp., and rows of the model have 8"),
+        ({"encoding": "rp", "dimensions": 4}, "encoding rp keeps 4 other numbers"),
         ({"reduction": "mean"}, "The capture is reduced"),
     ):
         reply = await client.generate("a bb", max_tokens=1, capture=residuum.Capture([1], **options))

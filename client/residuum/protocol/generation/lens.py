@@ -204,7 +204,7 @@ class LensPlan:
         """Take the selected rows of activations.
 
         Args:
-            acts: The activations. Their site must be as wide as the residual stream.
+            acts: The activations. They must be rows of the residual stream, or as wide.
             transform: Changes the rows of each layer before they are sent.
             lens: Changes the rows of each layer on the server.
 
@@ -214,11 +214,11 @@ class LensPlan:
             UnknownLayer: The lens lacks a layer.
             TypeError: `lens` is no lens.
         """
-        if acts.width != acts.hidden_size:
+        if acts.width != acts.hidden_size or not acts.manifest.format_at(acts.site).decodes_to_rows:
             raise InvalidRequest(
-                f"logit_lens: rows at {acts.site} have {acts.width} elements, and the residual stream has "
-                f"{acts.hidden_size}. Select a site of the stream, such as acts.select(site='resid_post'), and capture "
-                "it with an encoding that keeps whole rows.",
+                f"logit_lens: rows at {acts.site} have {acts.width} elements (encoding {acts.encoding}), and the "
+                f"residual stream has {acts.hidden_size}. Select a site of the stream, such as "
+                "acts.select(site='resid_post'), and capture it with an encoding that keeps whole rows.",
                 reason="INVALID_FIELD",
             )
         self._acts = acts

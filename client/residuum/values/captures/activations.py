@@ -368,18 +368,17 @@ class Activations(Mapping[int, FloatArray]):
 
         Raises:
             KeyError: The site is not in these activations.
-            InvalidRequest: The row is not there, the capture is reduced, or its rows are not of the full width.
+            InvalidRequest: The row is not there, the capture is reduced, or its encoding does not keep rows.
 
         Example:
             >>> client.generate(corrupted, steer=residuum.Set(acts.vector(12, 4), layer=12, positions=[4]))
         """
         chosen = self if site is None else self.select(site=site)
         chosen._check_not_reduced()  # noqa: SLF001 - the same class
-        width = self._manifest.format_at(chosen.site).width
-        if chosen.width != width:
+        if not self._manifest.format_at(chosen.site).decodes_to_rows:
             raise self._invalid(
-                f"The rows of {self._manifest.capture_id} have {chosen.width} elements (encoding {self.encoding}), and "
-                f"rows of the model have {width}. Capture them as raw."
+                f"{self._manifest.capture_id} has no rows of the model: its encoding {self.encoding} keeps "
+                f"{chosen.width} other numbers for each. Capture them as raw."
             )
         absolute = position + self.prompt_tokens if position < 0 else position
         rows = np.flatnonzero(chosen.positions == absolute)

@@ -143,8 +143,8 @@ def _rows(acts: Activations, layer: int, positions: Sequence[int]) -> Rows:
             f"{acts.manifest.capture_id} has no {acts.site} of position {missing[0]}{more}. Capture q at the queries' "
             "positions, and k at all positions up to the last of them."
         )
-    if acts.width != acts.manifest.format_at(acts.site).width:
-        raise _invalid(f"the rows of {acts.manifest.capture_id} are not of full width (encoding {acts.encoding}).")
+    if not acts.manifest.format_at(acts.site).decodes_to_rows:
+        raise _invalid(f"{acts.manifest.capture_id} has no rows of {acts.site}, but their encoding {acts.encoding}.")
     rows: Rows = np.asarray(acts[layer], np.float32)[[places[position] for position in positions]]
     return rows
 

@@ -65,6 +65,9 @@ LARGEST = frozenset({TOPK, TOPK8})
 SIZED = RANDOM_PROJECTIONS | LARGEST
 """Encodings whose dimensions a request may choose."""
 
+NOT_ROWS = RANDOM_PROJECTIONS | {PROJECT, SAE}
+"""Encodings that decode to something else than the row, even if it is as wide."""
+
 BY_ROW = capture_pb2.QUANTIZATION_AXIS_ROW
 BY_DIMENSION = capture_pb2.QUANTIZATION_AXIS_DIMENSION
 
@@ -229,6 +232,11 @@ class RowFormat:
         if self.encoding == SAE:
             return self.features
         return self.dimensions if self.encoding in RANDOM_PROJECTIONS | {PROJECT} else self.width
+
+    @property
+    def decodes_to_rows(self) -> bool:
+        """Whether decoded rows are those of the model, apart from what the encoding loses."""
+        return self.encoding not in NOT_ROWS
 
     @property
     def decoded_dtype(self) -> np.dtype[Any]:
