@@ -296,11 +296,11 @@ class AsyncClient(AsyncGenerationClient):
             timeout: Seconds that reading the capture may take.
 
         Raises:
-            InvalidRequest: The rows are not those of the residual stream, or `lens` is for another width.
+            InvalidRequest: The rows are not those of the residual stream or of its parts `attn_out` and `mlp_out`, or
+                `lens` is for another width.
             UnknownLayer: `lens` has no map for a layer.
             LimitReached: A map of `lens` does not fit into the server's memory for encoders.
-            UnknownCapture: The capture does not exist.
-            NoCapture: The request captured nothing.
+            UnknownCapture: The capture does not exist, or the request captured nothing.
 
         Example:
             >>> reply = await client.generate("The capital of France is", max_tokens=1, capture=residuum.Capture())

@@ -60,6 +60,15 @@ async def test_rows_of_another_width_are_refused(client):
         await client.logit_lens(reply)
 
 
+async def test_rows_beside_the_stream_are_refused_even_if_they_are_as_wide(client):
+    capture = residuum.Capture(layers=[0], sites=["mlp_out", "z"])
+    acts = await client.activations(await client.generate("a bb", capture=capture, max_tokens=1))
+    assert acts.select(site="z").width == acts.hidden_size
+    assert (await client.logit_lens(acts.select(site="mlp_out"))).site == "mlp_out"
+    with pytest.raises(residuum.InvalidRequest, match="rows at z are not of the residual stream"):
+        await client.logit_lens(acts.select(site="z"))
+
+
 async def test_rows_of_any_shape_are_unembedded(client, peer):
     rows = np.arange(2 * 3 * HIDDEN, dtype=np.float64).reshape(2, 3, HIDDEN)
     found = await client.unembed(rows, top_k=2, tokens=[[1, -1, 3], [-1, 5, 6]])

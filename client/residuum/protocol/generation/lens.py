@@ -23,6 +23,9 @@ Transform = Callable[[int, Rows], npt.ArrayLike]
 
 _Number = TypeVar("_Number", bound=np.generic)
 
+_SITES = ("resid_post", "resid_pre", "resid_mid", "attn_out", "mlp_out")
+"""The residual stream and the parts of it, for which the final norm is meant."""
+
 _ROOM = 64 << 10
 """Bytes of a message that are left for everything but rows and tokens."""
 _TOKEN_BYTES = 5
@@ -204,16 +207,22 @@ class LensPlan:
         """Take the selected rows of activations.
 
         Args:
-            acts: The activations. They must be rows of the residual stream, or as wide.
+            acts: The activations. Their site must be the residual stream, or what a layer adds to it.
             transform: Changes the rows of each layer before they are sent.
             lens: Changes the rows of each layer on the server.
 
         Raises:
-            InvalidRequest: The rows have another width, also than `lens`; `transform` returns rows of another shape;
-                or both are given.
+            InvalidRequest: The rows are of another site, or have another width, also than `lens`; `transform` returns
+                rows of another shape; or both are given.
             UnknownLayer: The lens lacks a layer.
             TypeError: `lens` is no lens.
         """
+        if acts.site not in _SITES:
+            raise InvalidRequest(
+                f"logit_lens: rows at {acts.site} are not of the residual stream, even if they are as wide. Choose among "
+                f"{', '.join(_SITES)}; acts.select(site=...) selects one.",
+                reason="INVALID_FIELD",
+            )
         if acts.width != acts.hidden_size or not acts.manifest.format_at(acts.site).decodes_to_rows:
             raise InvalidRequest(
                 f"logit_lens: rows at {acts.site} have {acts.width} elements (encoding {acts.encoding}), and the "
