@@ -137,6 +137,21 @@ async def test_a_row_that_the_capture_lacks_is_refused(client, peer, captured, w
     assert "Generate" not in peer.calls[calls:]
 
 
+@pytest.mark.parametrize(
+    ("vector", "place"),
+    [
+        (residuum.StoredRow("x", layer=1, site="z"), {"layer": 1}),
+        ({1: residuum.StoredRow("x", layer=1, site="z")}, {}),
+        (residuum.StoredRow("x", layer=1), {"layer": 1, "site": "mlp_act"}),
+    ],
+)
+def test_a_row_beside_the_stream_is_only_for_its_own_site(vector, place):
+    with pytest.raises(residuum.InvalidRequest, match=r"Set: The row at .* the operation and the row the same site\."):
+        residuum.Set(vector, **place)
+    residuum.Set(residuum.StoredRow("x", layer=1, site="z"), layer=1, site="z")
+    residuum.Add(residuum.StoredRow("x", layer=1, site="mlp_out"), layer=1)
+
+
 async def test_captures_without_whole_rows_are_refused(client, peer):
     def steer(reply):
         return residuum.Set(residuum.StoredRow(reply, layer=1, position=0), layer=1)

@@ -16,7 +16,7 @@ from residuum.values.selections.layers_and_positions import (
     layer_selection,
     selects_all,
 )
-from residuum.values.selections.points import site_numbers
+from residuum.values.selections.points import BESIDE_THE_STREAM, site_numbers
 from residuum.values.steering.gates import Gate
 from residuum.values.steering.stored_row import StoredRow
 from residuum.values.tensors.numbers import finite_float32
@@ -73,6 +73,13 @@ class PlacedOperation:
                 object.__setattr__(self, name, tuple(layer_list(value)))
         object.__setattr__(self, "positions", Positions.of(self.positions))
         object.__setattr__(self, "site", "resid_post" if self.site is None else self.site)
+        for row in self.rows:
+            if row.site != self.site and BESIDE_THE_STREAM & {row.site, self.site}:
+                raise InvalidRequest(
+                    f"{self._name}: {row} is of another kind than rows of {self.site}, even if they are as wide. Give "
+                    "the operation and the row the same site.",
+                    reason="INVALID_FIELD",
+                )
         if not isinstance(self.keep_norm, bool):
             raise TypeError(f"{self._name}: keep_norm must be True or False, not {self.keep_norm!r}.")
         if self.gate is not None:

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 class StoredRow:
     """A row of a capture, as the value of a steering operation. The client reads the row when it sends the request.
 
-    Operations take it in place of a `Vector`. `Set` puts the row into another request (activation patching).
+    Operations take it in place of a `Vector`. `Set` puts the row into another request (activation patching). A row of
+    "z" or another site beside the residual stream is only for operations at that site.
 
     Attributes:
         capture: The capture: a request ID, or an object that has one, such as a reply.
