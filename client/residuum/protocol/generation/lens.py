@@ -219,8 +219,8 @@ class LensPlan:
         """
         if acts.site not in _SITES:
             raise InvalidRequest(
-                f"logit_lens: rows at {acts.site} are not of the residual stream, even if they are as wide. Choose among "
-                f"{', '.join(_SITES)}; acts.select(site=...) selects one.",
+                f"logit_lens: rows at {acts.site} are not of the residual stream, even if they are as wide. Choose "
+                f"among {', '.join(_SITES)}; acts.select(site=...) selects one.",
                 reason="INVALID_FIELD",
             )
         if acts.width != acts.hidden_size or not acts.manifest.format_at(acts.site).decodes_to_rows:
