@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, Union
 
@@ -89,6 +90,20 @@ class GenerationPlan:
         return replace(self, request=request, vectors=distinct((*self.vectors, *vectors)))
 
 
+@contextmanager
+def _whole_characters() -> Iterator[None]:
+    """Refuse a text with half of a character, which protobuf cannot encode. JSON may name one."""
+    try:
+        yield
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(
+            f"{short(error.object)} has half of a character (a lone surrogate), which no text of a request can have. "
+            "Correct the text, or encode it with errors='replace' and decode it again.",
+            reason="INVALID_FIELD",
+        ) from None
+
+
+@_whole_characters()
 def plan_spec(
     capture: Capture | None,
     steer: Operation | Iterable[Operation] | None,
@@ -239,6 +254,7 @@ def plan_steering(request_id: RequestLike, steer: Operation | Iterable[Operation
     return SteeringPlan(request, vectors_of(operations), tuple(operations))
 
 
+@_whole_characters()
 def plan_generation(
     prompt: Prompt,
     *,

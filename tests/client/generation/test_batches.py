@@ -40,6 +40,22 @@ async def test_one_bad_prompt_does_not_affect_others(client):
     }
 
 
+async def test_half_of_a_character_fails_only_its_prompt(client):
+    prompts = ["a", "b \ud800", [{"role": "user", "content": "\udfff"}], "bb"]
+    with pytest.raises(residuum.BatchFailed, match=r"2 of 4 .* number 1: 'b .ud800' has half of a character") as caught:
+        await client.generate_many(prompts, max_tokens=1)
+    assert [reply and reply.text for reply in caught.value.replies] == [" 2", None, None, " 3"]
+    with pytest.raises(residuum.InvalidRequest, match="half of a character"):
+        await client.register(model="\ud800")
+
+
+@pytest.mark.parametrize("wrong", [None, float("nan"), 5, b"b", {"role": "user", "content": "b"}])
+async def test_a_prompt_that_is_none_is_named_before_the_first_call(client, peer, wrong):
+    with pytest.raises(TypeError, match=r"but prompt 1 is "):
+        await client.generate_many(["a", wrong], max_tokens=1)
+    assert "Generate" not in peer.calls
+
+
 async def test_an_empty_batch_has_no_replies(client):
     assert await client.generate_many([]) == []
 
