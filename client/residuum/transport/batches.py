@@ -58,8 +58,8 @@ def _check_prompts(prompts: Iterable[Prompt], sampling: Mapping[str, Any]) -> li
     for index, item in enumerate(items):  # now, because this error ends the batch, and its replies would be lost
         if isinstance(item, (bytes, Mapping)) or not isinstance(item, Iterable):
             raise TypeError(
-                f"generate_many() takes prompts that are texts, lists of token IDs or conversations, but prompt {index} "
-                f"is {short(item)}."
+                "generate_many() takes prompts that are texts, lists of token IDs or conversations, but prompt "
+                f"{index} is {short(item)}."
             )
     return items
 

@@ -112,6 +112,12 @@ async def test_bad_rows_are_refused(client, peer, rows, options, told):
     assert "Unembed" not in peer.calls
 
 
+@pytest.mark.parametrize("rows", [np.ones((HIDDEN, 3)), np.ones((2, HIDDEN // 2)), np.ones(2 * HIDDEN)])
+async def test_rows_whose_bytes_are_those_of_other_rows_are_refused(client, rows):
+    with pytest.raises(residuum.InvalidRequest, match="the residual stream has another width: .* transposed"):
+        await client.unembed(rows)
+
+
 def lens_of():
     top_ids = np.array([[[7, 8], [9, 7]], [[8, 9], [7, 9]]])
     predicted = residuum.Unembedding(

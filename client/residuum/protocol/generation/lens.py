@@ -183,13 +183,23 @@ class UnembedPlan:
         return bool((self._tokens >= 0).any())
 
     def result(self, answers: Sequence[inference_pb2.UnembedResponse]) -> Unembedding:
-        """Return the result from the answers to `requests`."""
+        """Return the result from the answers to `requests`.
+
+        Raises:
+            InvalidRequest: The rows have another width than the residual stream.
+        """
         given, count = self._tokens >= 0, len(self._rows)
         tokens, ranks = np.full(count, np.nan, np.float32), np.zeros(count, np.int64)
+        top_ids = _joined(answers, lambda answer: answer.logprobs.top_token_ids, np.int64)
+        if len(top_ids) != count * self._top_k:  # the server gets only bytes, and found other rows in them
+            raise _invalid(
+                f"rows= has {count} rows of {self._rows.shape[1]} elements, but the residual stream has another width: "
+                f"these bytes hold {len(top_ids) // self._top_k} rows of it. Give [..., hidden_size]; a matrix may have "
+                "to be transposed."
+            )
         if self._has_tokens:
             tokens[given] = _joined(answers, lambda answer: answer.logprobs.tokens, np.float32)[given]
             ranks[given] = _joined(answers, lambda answer: answer.ranks, np.int64)[given]
-        top_ids = _joined(answers, lambda answer: answer.logprobs.top_token_ids, np.int64)
         top = _joined(answers, lambda answer: answer.logprobs.top, np.float32)
         return Unembedding(
             top_ids.reshape(*self._shape, self._top_k),
