@@ -95,8 +95,11 @@ def test_torch_tensors_without_torch():
 
         cpu = float = detach
 
-        def is_complex(self):
-            return False
+        def is_floating_point(self):
+            return True
+
+        def element_size(self):
+            return 2
 
         def numpy(self):
             return np.array([1.0, 2.0], np.float32)
@@ -410,3 +413,20 @@ def test_layers_of_the_wrong_type_are_refused_with_advice():
             residuum.Capture(layers=value)
     with pytest.raises(TypeError, match=r"positions= takes"):
         residuum.Capture(positions=1.5)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda rows: residuum.SAE(np.eye(8), np.eye(8)).encode(rows),
+        lambda rows: residuum.LensMap(np.eye(8)).apply(rows),
+        lambda rows: residuum.EMA(0.5).apply(rows),
+        lambda rows: residuum.Rule("p", above=2.5).fires_at(rows[:, 0]),
+        lambda rows: residuum.Directions({1: np.ones(8)}).project({1: rows})[1],
+    ],
+)
+def test_tensors_that_numpy_refuses_are_taken_as_rows(use):
+    torch = pytest.importorskip("torch")
+    rows = torch.arange(24.0).reshape(3, 8)
+    for given in (rows.bfloat16(), rows.clone().requires_grad_()):
+        np.testing.assert_array_equal(use(given), use(rows.numpy()))

@@ -21,6 +21,7 @@ from residuum.values.selections.layers_and_positions import (
     selects_all,
 )
 from residuum.values.selections.points import BESIDE_THE_STREAM
+from residuum.values.tensors.numbers import without_torch
 from residuum.wire.selection import expected_rows, to_ranges, wanted_positions
 
 ExampleSet = Union[Mapping[int, npt.ArrayLike], Iterable[Mapping[int, npt.ArrayLike]]]  # noqa: UP007 - as elsewhere
@@ -316,10 +317,7 @@ def _not_examples(side: str, given: object) -> str:
 
 
 def _rows_of(name: str, array: Any) -> npt.NDArray[Any]:
-    if hasattr(array, "detach"):  # a torch tensor; numpy supports neither CUDA nor bfloat16
-        tensor = array.detach().cpu()
-        array = tensor.numpy() if tensor.is_complex() else tensor.float().numpy()
-    rows = np.asarray(array)
+    rows = np.asarray(without_torch(array))
     if rows.ndim != 2 or not rows.shape[1]:  # noqa: PLR2004 - [rows, hidden]
         raise BadVector(
             f"{name}: rows must have the shape [rows, hidden], but this array has {list(rows.shape)}.",

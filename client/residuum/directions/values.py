@@ -15,6 +15,7 @@ from residuum.values.captures.activations import Activations
 from residuum.values.selections.layers_and_positions import LayersLike, PositionsLike, layer_list, selects_all
 from residuum.values.selections.points import SITES
 from residuum.values.steering.operations import Ablate, Add, Cap, Replace
+from residuum.values.tensors.numbers import without_torch
 from residuum.values.tensors.vector import Vector
 
 Float64Array = npt.NDArray[np.float64]
@@ -436,7 +437,7 @@ class Directions(Mapping[int, Vector]):
         return unit
 
     def _projection(self, layer: int, rows: npt.ArrayLike) -> Float64Array:
-        values = np.asarray(rows, dtype=np.float64)
+        values = np.asarray(without_torch(rows), dtype=np.float64)
         if not values.ndim or values.shape[-1] != self.hidden_size:
             raise BadVector(
                 f"The rows of layer {layer} have the shape {list(values.shape)}, but must have [..., "

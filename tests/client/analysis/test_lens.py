@@ -114,8 +114,20 @@ async def test_bad_rows_are_refused(client, peer, rows, options, told):
 
 @pytest.mark.parametrize("rows", [np.ones((HIDDEN, 3)), np.ones((2, HIDDEN // 2)), np.ones(2 * HIDDEN)])
 async def test_rows_whose_bytes_are_those_of_other_rows_are_refused(client, rows):
-    with pytest.raises(residuum.InvalidRequest, match="the residual stream has another width: .* transposed"):
+    with pytest.raises(residuum.InvalidRequest, match=r"the residual stream has another width: .* transposed"):
         await client.unembed(rows)
+
+
+async def test_rows_and_tokens_may_be_tensors(client, peer):
+    torch = pytest.importorskip("torch")
+    rows = torch.arange(2.0 * HIDDEN).reshape(2, HIDDEN)
+    for given in (rows.bfloat16(), rows.clone().requires_grad_()):
+        await client.unembed(given, tokens=torch.tensor([1, 2]))
+        (kept, tokens) = sent(peer)[-1]
+        np.testing.assert_array_equal(kept, rows.numpy())
+        assert tokens == [1, 2]
+    reply = await client.generate("a bb", capture=residuum.Capture(layers=[1]), max_tokens=1)
+    await client.logit_lens(reply, transform=lambda layer, values: torch.tensor(values).bfloat16())
 
 
 def lens_of():

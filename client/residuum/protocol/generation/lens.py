@@ -15,6 +15,7 @@ from residuum.protocol.generation.grid_picture import Cell, grid_picture
 from residuum.v1 import inference_pb2
 from residuum.values.captures.activations import Activations
 from residuum.values.tensors.lens import Lens, LensMap
+from residuum.values.tensors.numbers import without_torch
 from residuum.wire.limits import MAX_MESSAGE_BYTES, MAX_UNEMBEDDED
 
 Rows = npt.NDArray[np.float32]
@@ -143,7 +144,7 @@ class UnembedPlan:
                 map is for rows of another width.
             TypeError: `via` is no map.
         """
-        array = np.asarray(rows, dtype=np.float32)
+        array = np.asarray(without_torch(rows), dtype=np.float32)
         if array.ndim == 0 or not array.size:
             raise _invalid("rows= takes an array [..., hidden_size] that is not empty.")
         if not 0 <= top_k < MAX_UNEMBEDDED:
@@ -158,7 +159,7 @@ class UnembedPlan:
         self._top_k = top_k
         self._tokens = np.full(len(self._rows), -1, np.int64)
         if tokens is not None:
-            given = np.asarray(tokens, dtype=np.int64)
+            given = np.asarray(without_torch(tokens), dtype=np.int64)
             if given.shape != self._shape:
                 raise _invalid(
                     f"tokens= has the shape {given.shape}; it must have one token for each row {self._shape}."
@@ -189,14 +190,14 @@ class UnembedPlan:
             InvalidRequest: The rows have another width than the residual stream.
         """
         given, count = self._tokens >= 0, len(self._rows)
-        tokens, ranks = np.full(count, np.nan, np.float32), np.zeros(count, np.int64)
         top_ids = _joined(answers, lambda answer: answer.logprobs.top_token_ids, np.int64)
         if len(top_ids) != count * self._top_k:  # the server gets only bytes, and found other rows in them
             raise _invalid(
                 f"rows= has {count} rows of {self._rows.shape[1]} elements, but the residual stream has another width: "
-                f"these bytes hold {len(top_ids) // self._top_k} rows of it. Give [..., hidden_size]; a matrix may have "
-                "to be transposed."
+                f"these bytes hold {len(top_ids) // self._top_k} rows of it. Give [..., hidden_size]; a matrix may "
+                "have to be transposed."
             )
+        tokens, ranks = np.full(count, np.nan, np.float32), np.zeros(count, np.int64)
         if self._has_tokens:
             tokens[given] = _joined(answers, lambda answer: answer.logprobs.tokens, np.float32)[given]
             ranks[given] = _joined(answers, lambda answer: answer.ranks, np.int64)[given]
@@ -252,7 +253,8 @@ class LensPlan:
             for item in filter(None, self._maps):
                 item.check_width(acts.hidden_size)
         if transform is not None:
-            changed = [transform(layer, rows) for layer, rows in zip(acts.layers, self._rows, strict=True)]
+            of_layers = zip(acts.layers, self._rows, strict=True)
+            changed = [without_torch(transform(layer, rows)) for layer, rows in of_layers]
             self._rows = np.asarray(changed, dtype=np.float32)
             if self._rows.shape != (len(acts.layers), len(acts.positions), acts.hidden_size):
                 raise _invalid("transform= must return as many rows as it gets, of the same width.")

@@ -16,7 +16,7 @@ from residuum.values.probes.probe import Probe
 from residuum.values.selections.items import item_list
 from residuum.values.steering.operation_list import operation_list, steering_spec
 from residuum.values.steering.operations import Operation
-from residuum.values.tensors.numbers import finite_float32
+from residuum.values.tensors.numbers import finite_float32, without_torch
 from residuum.wire.probes.arithmetic import is_valid_probe_name
 from residuum.wire.probes.rules import RuleWatch, problem_of
 
@@ -134,7 +134,7 @@ class Rule:
         Raises:
             InvalidRequest: The scores have another shape, or lack the rule's output.
         """
-        given = np.asarray(scores, np.float32)
+        given = np.asarray(without_torch(scores), np.float32)
         columns = given[:, None] if given.ndim == 1 else given
         if columns.ndim != 2 or self._index >= columns.shape[1]:  # noqa: PLR2004 - tokens and outputs
             raise InvalidRequest(

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from residuum.exceptions import InvalidRequest
 from residuum.v1 import probe_pb2
-from residuum.values.tensors.numbers import finite_float32
+from residuum.values.tensors.numbers import finite_float32, without_torch
 from residuum.wire.probes.smoothing import Smoother, from_text, problem_of
 
 
@@ -34,7 +34,7 @@ class _Smoothing:
             >>> residuum.EMA(0.5).apply([0.0, 1.0, 1.0])
             array([0.  , 0.5 , 0.75], dtype=float32)
         """
-        given = np.asarray(scores, np.float32)
+        given = np.asarray(without_torch(scores), np.float32)
         if not given.size:
             return np.zeros_like(given)
         columns = given.reshape(len(given), -1)

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from residuum.exceptions import InvalidRequest, UnknownLayer
 from residuum.v1 import inference_pb2, sae_pb2
+from residuum.values.tensors.numbers import without_torch
 from residuum.values.tensors.weights import WEIGHT_DTYPES, float_numbers, weight_matrix
 from residuum.wire.sae import AS_IS, NO_ACTIVATION, EncoderShape
 
@@ -56,7 +57,7 @@ class LensMap:
         Raises:
             InvalidRequest: The rows have another width.
         """
-        x = np.asarray(rows)
+        x = np.asarray(without_torch(rows))
         x = x if x.dtype == np.float64 else x.astype(np.float32)
         self.check_width(x.shape[-1] if x.ndim else 0)
         mapped: npt.NDArray[Any] = x @ self.weights.T.astype(x.dtype) + self.bias.astype(x.dtype)

@@ -1,4 +1,4 @@
-"""Numbers that users give, as the contract's float32."""
+"""Numbers and arrays that users give, as numpy and the contract know them."""
 
 from __future__ import annotations
 
@@ -32,3 +32,15 @@ def finite_float32(what: str, value: Any) -> float:
     if not math.isfinite(number) or abs(number) > 3.4e38:  # noqa: PLR2004 - the largest float32
         raise InvalidRequest(f"{what} must be a finite float32, not {number}.", reason="INVALID_FIELD")
     return number
+
+
+def without_torch(values: Any) -> Any:
+    """Return a torch tensor as a numpy array, and anything else as it is.
+
+    numpy takes no tensor on a GPU, none that requires a gradient, and none of bfloat16 or float8.
+    """
+    if not hasattr(values, "detach"):
+        return values
+    tensor = values.detach().cpu()
+    is_short = tensor.is_floating_point() and tensor.element_size() < 4  # noqa: PLR2004 - float32
+    return (tensor.float() if is_short else tensor).numpy()

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from residuum.exceptions import BadSAE
 from residuum.v1 import sae_pb2
+from residuum.values.tensors.numbers import without_torch
 from residuum.values.tensors.vector import Vector
 from residuum.values.tensors.weights import WEIGHT_DTYPES, float_numbers, read_only, weight_matrix
 from residuum.wire import sae as arithmetic
@@ -251,7 +252,7 @@ class SAE:
         return read_only((bias - shift).astype(np.float32))
 
     def _rows(self, rows: npt.ArrayLike) -> npt.NDArray[Any]:
-        x = np.asarray(rows)
+        x = np.asarray(without_torch(rows))
         x = x if x.dtype == np.float64 else x.astype(np.float32)
         if x.shape[-1:] != (self.width,):
             raise _bad(f"The autoencoder takes rows of {self.width} elements, but these are {list(x.shape)}.")

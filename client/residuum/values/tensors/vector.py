@@ -15,6 +15,7 @@ from residuum.exceptions import BadVector, InvalidRequest
 from residuum.v1 import tensor_pb2
 from residuum.values.selections.layers_and_positions import layer_list
 from residuum.values.selections.points import BESIDE_THE_STREAM
+from residuum.values.tensors.numbers import without_torch
 from residuum.wire.digests import vector_message
 
 FloatArray = npt.NDArray[np.float32]
@@ -255,9 +256,7 @@ def as_float32(array: npt.ArrayLike) -> FloatArray:
     Raises:
         BadVector: It is not an array of real numbers.
     """
-    if hasattr(array, "detach"):  # a torch tensor; numpy supports neither CUDA nor bfloat16
-        tensor = array.detach().cpu()
-        array = tensor.numpy() if tensor.is_complex() else tensor.float().numpy()
+    array = without_torch(array)
     try:
         _check_real(array)
         with np.errstate(over="ignore"):  # overflow gives infinity, which _checked refuses
