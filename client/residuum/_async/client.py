@@ -245,6 +245,7 @@ class AsyncClient(AsyncGenerationClient):
                 invalid.
             UnknownSite: The server does not capture or steer at the site.
             BatchFailed: Some requests failed.
+            TypeError: `answer` or `other` is no token ID.
 
         Example:
             >>> sweep = await client.patch_sweep("The capital of France is", "The capital of Italy is")

@@ -246,6 +246,7 @@ class Client(GenerationClient):
                 invalid.
             UnknownSite: The server does not capture or steer at the site.
             BatchFailed: Some requests failed.
+            TypeError: `answer` or `other` is no token ID.
 
         Example:
             >>> sweep = client.patch_sweep("The capital of France is", "The capital of Italy is")

@@ -36,6 +36,12 @@ def sweep_of(**changes):
     return residuum.PatchSweep(**{**fields, **changes})
 
 
+@pytest.mark.parametrize("tokens", [{"answer": " Paris"}, {"answer": 5, "other": [6]}, {"answer": True}])
+async def test_an_answer_that_is_no_token_id_is_named(client, tokens):
+    with pytest.raises(TypeError, match=r"patch_sweep: (answer|other)= takes a token ID, not "):
+        await client.patch_sweep("a bb ccc", "xxxx yyyyy z", progress=False, **tokens)
+
+
 async def test_every_row_is_set_in_a_request_of_its_own(client, peer):
     sweep = await client.patch_sweep("a bb ccc", "xxxx yyyyy z", layers=[1, 3], answer=5, other=6, progress=False)
     assert (sweep.site, sweep.layers, sweep.positions) == ("resid_post", (1, 3), (0, 1, 2))

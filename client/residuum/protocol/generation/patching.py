@@ -113,6 +113,7 @@ class SweepPlan:
         Raises:
             InvalidRequest: The prompts differ in length, the metric is unknown or needs no `other`, or `answer` and
                 `other` are the same token.
+            TypeError: `answer` or `other` is no token ID.
         """
         if metric not in _METRICS or (metric == "logprob" and other is not None):
             raise _invalid(
@@ -124,9 +125,9 @@ class SweepPlan:
                 f"the clean prompt has {len(first)} tokens and the corrupted one {len(second)}. A row is patched at "
                 "the position where it was captured, so write prompts of the same length."
             )
-        answer = clean.token_ids[0] if answer is None else answer
-        if metric == "logit_difference" and other is None:
-            other = corrupted.token_ids[0]
+        answer = clean.token_ids[0] if answer is None else _token("answer", answer)
+        if metric == "logit_difference":
+            other = corrupted.token_ids[0] if other is None else _token("other", other)
         if answer == other:
             raise _invalid(
                 f"answer and other are the same token ({answer}). If they are not given, they are the first tokens of "
@@ -184,6 +185,15 @@ def _cells(sweep: PatchSweep) -> list[list[Cell]]:
         [Cell(share, f"position {at}: {share:.2f}") for share, at in zip(row, sweep.positions, strict=True)]
         for row in sweep.recovered.tolist()
     ]
+
+
+def _token(name: str, given: object) -> int:
+    if isinstance(given, bool) or not hasattr(given, "__index__"):
+        raise TypeError(
+            f"patch_sweep: {name}= takes a token ID, not {given!r}. Those of a text are in "
+            "client.generate(text, max_tokens=0).prompt_token_ids."
+        )
+    return int(given.__index__())
 
 
 def _tokens(acts: Activations) -> tuple[str, ...]:
