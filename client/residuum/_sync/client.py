@@ -52,8 +52,9 @@ class Client(GenerationClient):
         timeout: Seconds after which a call fails with DeadlineExceeded; None means never. Generations and reads have
             a `timeout=` of their own, and no other deadline. A read without one waits this long for a store that this
             client has never reached. For a store that it has reached, or with None here, it waits 5 minutes.
-        token: The bearer token for both services, or the path of a file that holds it. The file is read again when it
-            changes. "" sends no token. Default: RESIDUUM_TOKEN, or RESIDUUM_TOKEN_FILE.
+        token: The bearer token for both services, or a `pathlib.Path` of the file that holds it; a text is the token
+            itself, never a path. The file is read again when it changes. "" sends no token. Default: RESIDUUM_TOKEN, or
+            RESIDUUM_TOKEN_FILE.
         tls: A `residuum.TLS`; True trusts public CAs; False uses plain text. Default: RESIDUUM_TLS_CA,
             RESIDUUM_CLIENT_CERT, RESIDUUM_CLIENT_KEY, RESIDUUM_TLS_SERVER_NAME, or RESIDUUM_TLS=1 for public CAs.
         insecure: Allow sending a token to another machine in plain text. Default: RESIDUUM_INSECURE, or False.

@@ -21,7 +21,7 @@ def resolve_credentials(*, token: Token, tls: TLS | bool | None, insecure: bool 
     """Return the credentials of a client. Arguments that are None come from the environment.
 
     Args:
-        token: A token, or the path of its file; "" sends none. Environment: RESIDUUM_TOKEN or RESIDUUM_TOKEN_FILE.
+        token: A token, or a `Path` of its file; "" sends none. Environment: RESIDUUM_TOKEN or RESIDUUM_TOKEN_FILE.
         tls: TLS settings; True trusts public CAs, False uses plain text. Environment: RESIDUUM_TLS_CA,
             RESIDUUM_CLIENT_CERT, RESIDUUM_CLIENT_KEY and RESIDUUM_TLS_SERVER_NAME, or RESIDUUM_TLS=1.
         insecure: Whether a token may be sent to another machine in plain text. Environment: RESIDUUM_INSECURE.
