@@ -34,6 +34,11 @@ def chosen_measure(gallery: Gallery, manifest: Manifest, site: str, asked: Mappi
         raise invalid(f"There is no measure {name!r}. Choose among {', '.join(MEASURES)}.")
     if name == "norm":
         return Norm(), name
+    if not manifest.format_at(site).decodes_to_rows and (name, manifest.encoding) != ("feature", "sae"):
+        raise invalid(
+            f"The rows of {manifest.capture_id} are encoded as {manifest.encoding!r}: other numbers, even if there "
+            f"are as many. The measure {name!r} needs rows."
+        )
     if name == "feature":
         return _feature(gallery, manifest, asked)
     source = str(asked.get("probe" if name == "probe" else "direction") or "")

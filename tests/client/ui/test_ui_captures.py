@@ -148,6 +148,21 @@ def test_a_direction_measures_only_rows_of_its_kind(page, endpoint, joy, tmp_pat
         client.delete(reply)
 
 
+@pytest.mark.parametrize("measure", ["projection", "cosine", "probe", "feature"])
+def test_projected_rows_have_no_measures_even_if_they_are_as_wide(page, endpoint, joy, tmp_path, measure):
+    residuum.Probe(np.ones(HIDDEN), layer=1).save(tmp_path / "gallery" / "ones.safetensors")
+    residuum.sae.save(residuum.SAE(np.eye(HIDDEN), np.eye(HIDDEN)), tmp_path / "gallery" / "eye.safetensors")
+    with residuum.Client(endpoint) as client:
+        capture = residuum.Capture(layers=[1], encoding="rp8", dimensions=HIDDEN)
+        reply = client.generate("a bb ccc", max_tokens=2, capture=capture)
+        client.manifest(reply, wait=True)
+        asked = {"direction": "joy", "probe": "ones", "sae": "eye", "from": 1, "feature": 1}
+        code, error = page("scores", id=reply.request_id, layer=1, measure=measure, **asked)
+        assert (code, "encoded as 'rp8': other numbers" in error["message"]) == (400, True)
+        assert "values" in page("scores", id=reply.request_id, layer=1, measure="norm")
+        client.delete(reply)
+
+
 @pytest.mark.parametrize("activation", [None, "sigmoid"])
 def test_scores_of_a_probe_are_those_of_its_layer_or_of_all(page, capture, tmp_path, activation):
     rng = np.random.default_rng(2)
