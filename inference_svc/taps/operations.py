@@ -148,7 +148,7 @@ def apply_batch(
         return moved
     before, after = (rows.double().norm(dim=-1) for rows in (x, moved))  # the squares may be beyond float32
     rescaled = torch.where(batch.keeps_norm & (after > 0), before / after, 1.0)  # a row that became zero stays zero
-    return moved * rescaled.float().unsqueeze(-1)
+    return (moved * rescaled.unsqueeze(-1)).float()
 
 
 def _gated(x: Tensor, moved: Tensor, opened: Tensor) -> Tensor:
