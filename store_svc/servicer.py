@@ -357,6 +357,7 @@ class StoreServicer:
         response.server_version = self._version
         response.why_full = self._writer.room.why_full
         response.server_time.GetCurrentTime()
+        response.own_tenant = caller.own_tenant
         return response
 
     def describe_store(

@@ -270,7 +270,8 @@ def test_figures(call, writer, alice, bob, admin):
     assert stats.tenant.tenant == "alice"
     assert not stats.tenant.HasField("max_bytes")
     told = {field.name for field, _ in stats.ListFields()}
-    assert told == {"captures", "num_bytes", "tenant", "start_time", "server_version", "server_time"}
+    assert told == {"captures", "num_bytes", "tenant", "own_tenant", "start_time", "server_version", "server_time"}
+    assert stats.own_tenant == "alice"
     assert bob.stats().num_bytes == 0
     whole = admin.stats()
     assert {item.state: item.count for item in whole.captures} == {1: 2, 2: 1}

@@ -1713,7 +1713,8 @@ Global___GetStatsRequest: _TypeAlias = GetStatsRequest  # noqa: Y015
 @_typing.final
 class GetStatsResponse(_message.Message):
     """The store's statistics. Callers that are not admins get those of their own tenant: its captures, their bytes and its
-    limits, whether the store is full, and the server's version, clock and start time. All other fields are then unset.
+    limits, whether the store is full, the name of the tenant, and the server's version, clock and start time. All other
+    fields are then unset.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1737,6 +1738,7 @@ class GetStatsResponse(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     WHY_FULL_FIELD_NUMBER: _builtins.int
     ARCHIVE_FIELD_NUMBER: _builtins.int
+    OWN_TENANT_FIELD_NUMBER: _builtins.int
     num_bytes: _builtins.int
     """Bytes of chunks in the store."""
     num_chunks: _builtins.int
@@ -1768,6 +1770,10 @@ class GetStatsResponse(_message.Message):
     why_full: _builtins.str
     """Why the store refuses chunks and new captures, in words: the disk is full, or the database has reached its limit.
     Empty: it has room, or is older than this field. Callers that are not admins get it too.
+    """
+    own_tenant: _builtins.str
+    """The caller's own tenant: a call that names captures without a tenant means its captures. Unset: the server is older
+    than this field.
     """
     @_builtins.property
     def captures(self) -> _containers.RepeatedCompositeFieldContainer[Global___StateCount]:
@@ -1815,12 +1821,15 @@ class GetStatsResponse(_message.Message):
         tenant: Global___TenantStats | None = ...,
         why_full: _builtins.str = ...,
         archive: Global___ArchiveStats | None = ...,
+        own_tenant: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["archive", b"archive", "retention", b"retention", "server_time", b"server_time", "start_time", b"start_time", "tenant", b"tenant"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_own_tenant", b"_own_tenant", "archive", b"archive", "own_tenant", b"own_tenant", "retention", b"retention", "server_time", b"server_time", "start_time", b"start_time", "tenant", b"tenant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["append_limit_bytes", b"append_limit_bytes", "archive", b"archive", "captures", b"captures", "chunks_rejected", b"chunks_rejected", "chunks_repeated", b"chunks_repeated", "chunks_written", b"chunks_written", "commits", b"commits", "disk_bytes", b"disk_bytes", "free_disk_bytes", b"free_disk_bytes", "max_bytes", b"max_bytes", "num_bytes", b"num_bytes", "num_chunks", b"num_chunks", "retention", b"retention", "server_time", b"server_time", "server_version", b"server_version", "start_time", b"start_time", "tenant", b"tenant", "used_bytes", b"used_bytes", "why_full", b"why_full"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_own_tenant", b"_own_tenant", "append_limit_bytes", b"append_limit_bytes", "archive", b"archive", "captures", b"captures", "chunks_rejected", b"chunks_rejected", "chunks_repeated", b"chunks_repeated", "chunks_written", b"chunks_written", "commits", b"commits", "disk_bytes", b"disk_bytes", "free_disk_bytes", b"free_disk_bytes", "max_bytes", b"max_bytes", "num_bytes", b"num_bytes", "num_chunks", b"num_chunks", "own_tenant", b"own_tenant", "retention", b"retention", "server_time", b"server_time", "server_version", b"server_version", "start_time", b"start_time", "tenant", b"tenant", "used_bytes", b"used_bytes", "why_full", b"why_full"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__own_tenant: _TypeAlias = _typing.Literal["own_tenant"]  # noqa: Y015
+    _WhichOneofArgType__own_tenant: _TypeAlias = _typing.Literal["_own_tenant", b"_own_tenant"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__own_tenant) -> _WhichOneofReturnType__own_tenant | None: ...
 
 Global___GetStatsResponse: _TypeAlias = GetStatsResponse  # noqa: Y015
 

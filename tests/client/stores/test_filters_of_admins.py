@@ -78,6 +78,20 @@ def test_the_commands_pull_and_rm(plain: Client, tmp_path: Path) -> None:
     assert owners(plain) == [""]
 
 
+def test_the_page_lists_what_it_reads_and_deletes(plain: Client, tmp_path: Path) -> None:
+    pytest.importorskip("starlette")
+    from tests.client.ui.ui_page import Page
+
+    page = Page(None, tmp_path / "gallery", store=plain.target)
+    try:
+        assert [item["labels"] for item in page("captures")["captures"]] == [{"split": "test"}]
+        assert page("capture", id="x")["prompt_tokens"] == 3
+        assert page("capture/delete", {"id": "x"})["freed"] > 0
+    finally:
+        page.stop()
+    assert owners(plain) == ["alice"]
+
+
 def run(plain: Client, *arguments: str) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     line = [sys.executable, "-m", "residuum", *arguments, "--store", plain.target]

@@ -21,8 +21,8 @@ TOKEN = "the-token-of-the-tests"
 class Page:
     """Serves the app in a thread, and calls it as its page does."""
 
-    def __init__(self, endpoint, gallery, diagnose=list):
-        client = residuum.AsyncClient(endpoint, timeout=10)
+    def __init__(self, endpoint, gallery, diagnose=list, **connection):
+        client = residuum.AsyncClient(endpoint, timeout=10, **connection)
         app = make_app(client, token=TOKEN, gallery=gallery, diagnose=diagnose)
         self.server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", ws="none"))
         self.server.config.timeout_graceful_shutdown = 1

@@ -14,6 +14,7 @@ from residuum.ui.answers import body_of, invalid, whole_number
 from residuum.values.captures.manifest import Manifest
 from residuum.values.captures.manifest_records import SteeringChange, SteeringRecord
 from residuum.values.replies.capture_summaries import CaptureSummary
+from residuum.values.replies.service_status import StoreStats
 from residuum.wire.labels import read_value
 from residuum.wire.probes.rules import NEVER
 
@@ -25,7 +26,7 @@ _STATES = ("open", "complete", "incomplete", "aborted")
 
 async def list_page(request: Request) -> Response:
     """Return a page of the list of captures, newest first."""
-    client: AsyncClient = request.app.state.client
+    client = await client_of_own_tenant(request)
     asked = request.query_params
     states = [state for state in asked.get("states", "").split(",") if state in _STATES]
     page = await client.captures_page(
@@ -94,6 +95,19 @@ async def delete(request: Request) -> Response:
     """Delete one capture."""
     client: AsyncClient = request.app.state.client
     return JSONResponse({"freed": await client.delete(_text(await body_of(request), "id"))})
+
+
+async def client_of_own_tenant(request: Request) -> AsyncClient:
+    """Return the client, for its own tenant if the user chose none.
+
+    An admin's lists and searches have the captures of all tenants, but an ID means a capture of the own tenant. So the
+    page would open, and delete, other captures than it lists.
+    """
+    client: AsyncClient = request.app.state.client
+    if client._tenant is None:  # noqa: SLF001 - the page's client is made without a tenant, before the stores are known
+        stats = await client.stats(allow_partial=True)
+        client._tenant = StoreStats.total(stats).own_tenant  # noqa: SLF001
+    return client
 
 
 async def _manifest(request: Request) -> Manifest:

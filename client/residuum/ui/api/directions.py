@@ -17,6 +17,7 @@ from residuum.directions.methods import difference_of_means, pca
 from residuum.directions.values import Directions
 from residuum.exceptions import BadVector, ResiduumError
 from residuum.ui.answers import Event, body_of, bytes_of, event_stream, invalid, number, whole_number
+from residuum.ui.api.captures import client_of_own_tenant
 from residuum.ui.gallery import Gallery, read_file
 from residuum.ui.scratch import scratch_captures
 from residuum.ui.separation import separations
@@ -141,7 +142,7 @@ async def search(request: Request) -> Response:
     layer = body.get("layer")
     if not isinstance(layer, int) or layer not in directions:
         raise invalid(f"The direction has no layer {layer!r}. Choose among {list(directions.layers)}.")
-    client: AsyncClient = request.app.state.client
+    client = await client_of_own_tenant(request)
     found = await client.search(
         _unit(directions[layer], layer), layer=layer, k=_count(body.get("k", 50)),
         site=rows_site(directions, str(body.get("site") or "") or None),

@@ -37,6 +37,7 @@ class StoreStats:
         store: The store's name.
         tenant: The tenant that the statistics are about; None if they are about the whole store, which only admins see.
             Other callers get only their tenant's captures and bytes.
+        own_tenant: The caller's own tenant; None if the store is older than this field.
         tenant_max_bytes: Bytes of chunks that the tenant may have in this store; None for no limit.
         tenant_max_open_captures: Captures that the tenant may have open in this store; None for no limit.
         archive_url: Where the store's archive is; empty if it has none. The following fields are then 0 or empty.
@@ -66,6 +67,7 @@ class StoreStats:
     server_time: datetime.datetime | None = None
     store: str = ""
     tenant: str | None = None
+    own_tenant: str | None = None
     tenant_max_bytes: int | None = None
     tenant_max_open_captures: int | None = None
     archive_url: str = ""
@@ -99,6 +101,7 @@ class StoreStats:
             bytes_expired=retention.bytes_expired,
             server_time=to_datetime(proto.server_time),
             tenant=own.tenant if is_for_tenant else None,
+            own_tenant=proto.own_tenant if proto.HasField("own_tenant") else None,
             tenant_max_bytes=own.max_bytes if own.HasField("max_bytes") else None,
             tenant_max_open_captures=own.max_open_captures if own.HasField("max_open_captures") else None,
             archive_url=proto.archive.url,
@@ -117,12 +120,16 @@ class StoreStats:
         captures = sum((Counter(item.captures) for item in each), Counter())
         full = "; ".join(f"{item.store}: {item.why_full}" for item in each if item.why_full)
         versions = ", ".join(sorted({item.server_version for item in each}))
-        tenants = {item.tenant for item in each}
-        tenant = tenants.pop() if len(tenants) == 1 else None
         return cls(
-            store="total", endpoint="", captures=dict(captures), server_version=versions, tenant=tenant, why_full=full,
-            **sums,
+            store="total", endpoint="", captures=dict(captures), server_version=versions, why_full=full, **sums,
+            tenant=_common(item.tenant for item in each), own_tenant=_common(item.own_tenant for item in each),
         )  # fmt: skip
+
+
+def _common(names: Iterable[str | None]) -> str | None:
+    """Return the name that all have; None if they differ."""
+    different = set(names)
+    return different.pop() if len(different) == 1 else None
 
 
 _SUMMED = (
