@@ -130,6 +130,11 @@ def test_the_schema_check_detects_mistakes(found):
             kubernetes_validate.validate(wrong, VERSIONS[-1], strict=True)
 
 
+def test_services_name_the_protocol_that_they_speak(found, flavour, name):
+    (port,) = one(found, "Service", name)["spec"]["ports"]
+    assert port["appProtocol"] == {"base": "kubernetes.io/h2c", "tls": "https"}[flavour]
+
+
 def test_every_file_is_in_the_kustomization(flavour):
     folder = FOLDER / flavour
     kustomization = yaml.safe_load((folder / "kustomization.yaml").read_text())
