@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Mapping
 
 from residuum.exceptions import InvalidRequest
+from residuum.protocol.requests import whole_characters
 from residuum.v1 import store_pb2
 from residuum.values.captures.capture import label_list
 from residuum.values.captures.manifest_names import STATES
@@ -52,6 +53,7 @@ class Deadline:
         return self.remaining() == 0.0
 
 
+@whole_characters()
 def list_request(
     prefix: str, states: str | Iterable[str], where: str = "", page_size: int = MAX_PAGE_SIZE
 ) -> store_pb2.ListCapturesRequest:
@@ -82,6 +84,7 @@ def list_request(
     )
 
 
+@whole_characters()
 def label_request(capture_id: str, labels: Mapping[str, LabelValue | None]) -> store_pb2.LabelCaptureRequest:
     """Build the request to change a capture's labels. A value of None removes the label.
 

@@ -91,7 +91,7 @@ class GenerationPlan:
 
 
 @contextmanager
-def _whole_characters() -> Iterator[None]:
+def whole_characters() -> Iterator[None]:
     """Refuse a text with half of a character, which protobuf cannot encode. JSON may name one."""
     try:
         yield
@@ -103,7 +103,7 @@ def _whole_characters() -> Iterator[None]:
         ) from None
 
 
-@_whole_characters()
+@whole_characters()
 def plan_spec(
     capture: Capture | None,
     steer: Operation | Iterable[Operation] | None,
@@ -254,7 +254,7 @@ def plan_steering(request_id: RequestLike, steer: Operation | Iterable[Operation
     return SteeringPlan(request, vectors_of(operations), tuple(operations))
 
 
-@_whole_characters()
+@whole_characters()
 def plan_generation(
     prompt: Prompt,
     *,

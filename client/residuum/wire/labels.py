@@ -60,6 +60,7 @@ def to_label(name: str, value: LabelValue) -> capture_pb2.Label:
         LabelError: The name or the value is invalid.
         TypeError: The value is not a text, number or bool.
     """
+    check_name(name)  # before protobuf has it, which cannot encode half of a character
     if isinstance(value, bool):
         label = capture_pb2.Label(name=name, flag=value)
     elif isinstance(value, int):
@@ -69,7 +70,10 @@ def to_label(name: str, value: LabelValue) -> capture_pb2.Label:
     elif isinstance(value, float):
         label = capture_pb2.Label(name=name, number=value)
     elif isinstance(value, str):
-        label = capture_pb2.Label(name=name, text=value)
+        try:
+            label = capture_pb2.Label(name=name, text=value)
+        except UnicodeEncodeError:
+            raise LabelError(f"the label {name!r} has half of a character (a lone surrogate): {value!r}") from None
     else:
         raise TypeError(f"The label {name!r} takes a text, a number or a bool, not {value!r}.")
     check_label(label)

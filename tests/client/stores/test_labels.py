@@ -83,9 +83,11 @@ def test_the_command_line_counts_by_label(cli, made, run):
     ("labels", "error", "message"),
     [
         ({"a b": 1}, residuum.InvalidRequest, "labels: 'a b' is not the name of a label"),
+        ({"\ud800": 1}, residuum.InvalidRequest, "is not the name of a label"),
         ({"a": 1 << 63}, residuum.InvalidRequest, "does not fit into 64 bits"),
         ({"a": float("inf")}, residuum.InvalidRequest, "is inf, which is not finite"),
         ({"a": "x" * 257}, residuum.InvalidRequest, "has 257 characters, more than 256"),
+        ({"a": "\ud800"}, residuum.InvalidRequest, "'a' has half of a character"),
         ({f"a{at}": at for at in range(33)}, residuum.InvalidRequest, "at most 32 labels, not 33"),
         ({"a": [1]}, TypeError, "takes a text, a number or a bool"),
     ],
@@ -102,6 +104,18 @@ async def test_a_filter_that_cannot_be_parsed_is_refused(make):
     for call in (client.captures, client.captures_page):
         with pytest.raises(residuum.InvalidRequest, match="where: expected a value at the end"):
             await call(where="split =")
+
+
+async def test_half_of_a_character_is_refused_in_labels_and_filters(client):
+    for call in (
+        lambda: client.label("x", {"\ud800": None}),
+        lambda: client.label("x", {"\ud800": 1}),
+        lambda: client.captures_page(prefix="\ud800"),
+        lambda: client.captures_page(where='split = "\ud800"'),
+        lambda: client.search(np.ones(8, np.float32), layer=1, prefix="\ud800"),
+    ):
+        with pytest.raises(residuum.InvalidRequest):
+            await call()
 
 
 async def test_the_prompt_is_kept_if_asked(client):
