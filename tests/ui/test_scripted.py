@@ -5,7 +5,6 @@ import os
 import re
 import threading
 import urllib.parse
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -321,9 +320,10 @@ def test_columns_of_several_positions_show_their_own_value(scripted, address, vi
         expect(status).to_contain_text(f"position {starts[column + 1]} ")
 
 
-@pytest.mark.parametrize(
-    ("state", "notice"),
-    [
+def test_a_link_to_what_is_missing_shows_no_values(scripted, address, visit):
+    write(scripted.store.endpoint, "kept", ["a", "b"], width=8)
+    seen = visit(address)
+    for state, notice in (
         ({"measure": "cosine", "direction": "gone"}, "There is no direction gone."),
         ({"site": "attn_out"}, "The capture has no site attn_out."),
         ({"layer": 99}, "The capture has no layer 99"),
@@ -331,14 +331,11 @@ def test_columns_of_several_positions_show_their_own_value(scripted, address, vi
         ({"measure": "feature", "feature": "seven"}, "There is no feature seven."),
         ({"sequence": 5}, "The capture has no sequence 5."),
         ({"layers": "first"}, "Heat map layers: first names no layer of the capture."),
-    ],
-)
-def test_a_link_to_what_is_missing_shows_no_values(scripted, address, visit, state, notice):
-    write(scripted.store.endpoint, "kept", ["a", "b"], width=8)
-    page = visit(address).open("capture", id="kept", **state)
-    expect(page.get_by_role("alert")).to_contain_text(notice)
-    expect(page.get_by_role("application")).to_have_count(0)
-    expect(page.locator(".token")).to_have_count(0)
+    ):
+        page = seen.open("capture", id="kept", **state)
+        expect(page.get_by_role("alert")).to_contain_text(notice)
+        expect(page.get_by_role("application")).to_have_count(0)
+        expect(page.locator(".token")).to_have_count(0)
 
 
 def test_a_link_is_followed_as_soon_as_it_is_there(address, browser):
@@ -480,19 +477,18 @@ def test_ten_thousand_captures_are_listed_and_scrolled_smoothly(scripted, addres
     with open_channel(scripted.store.endpoint) as channel:
         stub = store_pb2_grpc.StoreServiceStub(channel)
 
-        def make(number):
-            name = f"many-{number:05}"
-            stub.OpenCapture(store_pb2.OpenCaptureRequest(description=describe(name)), timeout=60)
-            outcome = capture_pb2.SequenceOutcome(finish_reason="abort")
-            stub.SealCapture(
+        outcome = capture_pb2.SequenceOutcome(finish_reason="abort")
+        for first in range(0, 10_000, 200):
+            names = [f"many-{number:05}" for number in range(first, first + 200)]
+            opens = [store_pb2.OpenCaptureRequest(description=describe(name)) for name in names]
+            list(stub.OpenCaptures(store_pb2.OpenCapturesRequest(opens=opens), timeout=60))
+            seals = [
                 store_pb2.SealCaptureRequest(
                     capture_id=name, sequences=[outcome], outcome=capture_pb2.CAPTURE_STATE_ABORTED
-                ),
-                timeout=60,
-            )
-
-        with ThreadPoolExecutor(64) as pool:
-            list(pool.map(make, range(10_000)))
+                )
+                for name in names
+            ]
+            stub.SealCaptures(store_pb2.SealCapturesRequest(seals=seals), timeout=60)
         # The store ends them in the background.
         is_open = capture_pb2.CAPTURE_STATE_OPEN
         wait_for(lambda: all(item.state != is_open for item in states(stub)), "all have ended", seconds=120, every=0.1)
