@@ -41,7 +41,10 @@ def add_where(parser: argparse.ArgumentParser, help_text: str, default: str) -> 
 
 def label(options: argparse.Namespace, output: Output) -> int:
     """Change the labels of a capture."""
-    changes: dict[str, LabelValue | None] = {**parse_labels(options.labels), **dict.fromkeys(options.remove)}
+    given = parse_labels(options.labels)
+    if both := [name for name in options.remove if name in given]:
+        options.usage_error(f"the label {both[0]!r} is to be set and removed; choose one")
+    changes: dict[str, LabelValue | None] = {**given, **dict.fromkeys(options.remove)}
     if not changes:
         options.usage_error("give labels to set, as NAME=VALUE, or to --remove")
     with open_client(options) as client:
@@ -57,13 +60,15 @@ def parse_labels(texts: Iterable[str]) -> dict[str, LabelValue]:
     """Return the labels of texts such as "split=train" or "y=1". Values are read as in a filter.
 
     Raises:
-        InvalidRequest: A text has another form.
+        InvalidRequest: A text has another form, or two name the same label.
     """
     labels: dict[str, LabelValue] = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals:
             raise residuum.InvalidRequest(f"{text!r} is not a label; use NAME=VALUE, such as split=train or y=1.")
+        if name in labels:
+            raise residuum.InvalidRequest(f"The label {name!r} is given twice. Give each label once.")
         labels[name] = read_value(value)
     return labels
 

@@ -64,6 +64,17 @@ def test_rm_by_labels_deletes_only_with_yes(cli, captures, endpoint, monkeypatch
     assert listed(cli, "--where", "group = one") == {"other-0"}
 
 
+@pytest.mark.parametrize("changes", [["y=0", "y=1"], ["y=0", "--remove", "y"]])
+def test_label_refuses_two_changes_of_one_label(cli, captures, endpoint, capsys, changes):
+    try:
+        code, _, err = cli("label", "alike-0", *changes)
+    except SystemExit as refused:
+        code, err = refused.code, capsys.readouterr().err
+    assert (code != 0, "the label 'y'" in err.lower()) == (True, True)
+    with residuum.Client(endpoint) as client:
+        assert client.manifest("alike-0").labels == {}
+
+
 @pytest.mark.parametrize(("answer", "left"), [("y\n", 0), ("\n", 3), ("n\n", 3)])
 def test_rm_by_prefix_asks_on_a_terminal(cli, captures, monkeypatch, answer, left):
     main_end, its_end = pty.openpty()

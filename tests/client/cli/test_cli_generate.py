@@ -57,12 +57,14 @@ def test_generate_sends_every_sampling_parameter(cli, peer, tmp_path):
     ("flags", "told"),
     [
         (["--logit-bias", "x"], "TOKEN_ID:BIAS"),
+        (["--logit-bias", "3:-2", "--logit-bias", "3:5"], "--logit-bias is given twice for the token 3"),
+        (["--capture", "1", "--label", "y=0", "--label", "y=1"], "The label 'y' is given twice"),
         (["--json-schema", "nowhere.json"], "nowhere.json"),
         (["--json-schema", "{"], "json_schema is not a JSON document"),
         (["--presence-penalty", "3"], "presence_penalty must be from -2 to 2"),
     ],
 )
-def test_invalid_sampling_flags_are_refused(cli, peer, flags, told):
+def test_invalid_flags_are_refused(cli, peer, flags, told):
     code, _, err = cli("generate", "a", *flags)
     assert (code, told in err) == (1, True)
     assert not peer.requests

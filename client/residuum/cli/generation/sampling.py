@@ -77,10 +77,19 @@ def parameters_of(options: argparse.Namespace, output: Output) -> dict[str, Any]
     if not output.as_json and given.keys() & _LOGPROBS:
         options.usage_error("--logprobs and --prompt-logprobs need --json, which prints them; give both")
     if "logit_bias" in given:
-        given["logit_bias"] = dict(_bias(text) for text in given["logit_bias"])
+        given["logit_bias"] = _biases(given["logit_bias"])
     if "json_schema" in given and not given["json_schema"].lstrip().startswith("{"):
         given["json_schema"] = Path(given["json_schema"]).read_text(encoding="utf-8")
     return given
+
+
+def _biases(texts: list[str]) -> dict[int, float]:
+    biases: dict[int, float] = {}
+    for token_id, bias in map(_bias, texts):
+        if token_id in biases:
+            raise residuum.InvalidRequest(f"--logit-bias is given twice for the token {token_id}. Give it once.")
+        biases[token_id] = bias
+    return biases
 
 
 def _bias(text: str) -> tuple[int, float]:
