@@ -339,6 +339,7 @@ async def test_long_prompts(client, tmp_path):
     found = await client.extract(source, tmp_path / "b", on_long="skip", **more)
     assert found.prompt.tolist() == [0, 0, 0]
     assert [line["failed"]["reason"] for line in found.failures] == ["PROMPT_TOO_LONG"] * 2
+    assert all("on_long" not in line["failed"]["message"] for line in found.failures), "the job has it already"
     chat = [{"role": "user", "content": "hi"}] * 6
     found = await client.extract([*source, chat], tmp_path / "c", on_long="truncate", on_error="skip", **more)
     assert found.token_ids.tolist() == [1, 2, 3, 4, 4, 4, 4, 4, 1, 1, 1, 1, 1]

@@ -156,11 +156,12 @@ class PromptSender:
         if limit is None or count <= limit:
             return answered
         what = "conversation" if _is_chat(answered.item.prompt or "") else "prompt"
-        cannot = " A conversation cannot be truncated." if what == "conversation" else ""
-        message = (
-            f"The {what} has more than {limit} tokens, which context_length allows.{cannot} Shorten it, or begin a new "
-            "job with on_long=."
-        )
+        message = f"The {what} has more than {limit} tokens, which context_length allows."
+        if self._spec.on_long == "skip":
+            message += " The job leaves it out."
+        else:
+            cannot = " A conversation cannot be truncated." if what == "conversation" else ""
+            message += f"{cannot} Shorten it, or begin a new job with on_long=."
         return Failed(answered.item, PromptTooLong(message, reason="PROMPT_TOO_LONG", metadata={"limit": str(limit)}))
 
     def _name(self, item: Item, attempt: int) -> str:
