@@ -25,6 +25,7 @@ def refuse_unsupported(config: Any) -> None:
         # vLLM 0.24 has this pass, 0.32 does not.
         "sequence parallelism: no rank holds whole rows": getattr(passes, "enable_sp", False),
         "dual batch overlap: a step's rows are in two batches": config.parallel_config.use_ubatching,
+        "kv_sharing_fast_prefill: later layers compute no rows of prompts": config.cache_config.kv_sharing_fast_prefill,
     }
     refused = [feature for feature, is_enabled in features.items() if is_enabled]
     if refused:

@@ -10,10 +10,16 @@ from inference_svc.taps.errors import UnsupportedEngineError
 from inference_svc.taps.vllm.limits import refuse_unsupported
 
 
-def config(speculative: object = None, dual_batch: bool = False, **passes: bool) -> SimpleNamespace:
+def config(
+    speculative: object = None,
+    dual_batch: bool = False,
+    fast_prefill: bool = False,
+    **passes: bool,
+) -> SimpleNamespace:
     return SimpleNamespace(
         speculative_config=speculative,
         parallel_config=SimpleNamespace(use_ubatching=dual_batch),
+        cache_config=SimpleNamespace(kv_sharing_fast_prefill=fast_prefill),
         compilation_config=SimpleNamespace(pass_config=SimpleNamespace(**passes)),
     )
 
@@ -36,6 +42,7 @@ def test_the_batch_invariant_mode_is_refused_on_a_cpu(monkeypatch: pytest.Monkey
         (config(speculative=object()), "speculative decoding"),
         (config(enable_sp=True), "sequence parallelism"),
         (config(dual_batch=True), "dual batch overlap"),
+        (config(fast_prefill=True), "kv_sharing_fast_prefill"),
     ],
 )
 def test_inexact_configurations_are_refused_by_name(asked: SimpleNamespace, named: str) -> None:
