@@ -157,12 +157,14 @@ class Retention:
 
     def seconds_to_next(self) -> float | None:
         """Return the seconds until `take` should run again if nothing is written; None if it need not run."""
-        return None if self._look_at is None else max(self._look_at - self._clock(), 0.0)
+        if self._look_at is None:
+            return None
+        return min(max(self._look_at - self._clock(), 0.0), _LONGEST_WAIT_SECONDS)  # the clock may have been set back
 
     def _look_after(self, now: float, seconds: float) -> None:
         """Plan the next look, unless one is planned already."""
         if self._look_at is None:
-            self._look_at = now + min(seconds, _LONGEST_WAIT_SECONDS)
+            self._look_at = now + seconds
 
 
 def _seconds(time: Timestamp) -> float:

@@ -100,6 +100,14 @@ def test_a_clock_that_is_set_is_noticed_within_a_minute() -> None:
     assert retention.seconds_to_next() == 60.0
 
 
+def test_a_clock_that_is_set_back_is_noticed_within_a_minute() -> None:
+    now = [11.0 + 24 * 3600]
+    retention = Retention(RetentionPolicy(max_age=10 + 24 * 3600), catalog_of(1, 5), lambda: now[0])
+    assert names(retention) == ["1"]
+    now[0] -= 24 * 3600
+    assert retention.seconds_to_next() == 60.0
+
+
 def test_captures_that_are_being_read_are_skipped() -> None:
     catalog = catalog_of(10, 10, 10)
     retention = Retention(RetentionPolicy(max_bytes=15), catalog, lambda: 100.0)
