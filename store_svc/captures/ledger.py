@@ -106,15 +106,28 @@ class Ledger:
                 self.missing -= count
                 self.outstanding -= len(served - self._lost[row]) if row in self._lost else count
 
-    def lose(self, cells: Cells) -> None:
-        """Record cells as lost. A lost cell that arrives later still counts as stored."""
+    def lose(self, cells: Cells) -> bool:
+        """Record cells as lost, and return whether any was not. A lost cell that arrives later still counts as stored.
+
+        Layers that have lost the same cells share one set. Otherwise one report could fill the store's memory.
+        """
+        is_new = False
+        changes: dict[Positions | None, tuple[Positions, Positions]] = {}  # see `fresh`
         for row in cells.rows():
-            before = self._lost.get(row, Positions())
-            now = self._lost[row] = before | cells.positions
-            self.num_blocks += now.num_blocks - before.num_blocks
+            before = self._lost.get(row)
+            if before not in changes:
+                new = cells.positions - before if before else cells.positions
+                changes[before] = new, before | new if before else new
+            new, now = changes[before]
+            if not new:
+                continue
+            is_new = True
+            self._lost[row] = now
+            self.num_blocks += now.num_blocks - (before.num_blocks if before else 0)
             if self._expected is not None:
-                news = cells.positions - before - self._stored.get(row, Positions())
-                self.outstanding -= len(news & self._expected[cells.sequence])
+                absent = new - self._stored.get(row, Positions())
+                self.outstanding -= len(absent & self._expected[cells.sequence])
+        return is_new
 
     def expect(self, generated_tokens: Sequence[int]) -> None:
         """Fix the expected cells from the number of tokens that each sequence generated."""

@@ -144,14 +144,17 @@ class Capture:
         self.num_frames += 1
         self.progress = progress
 
-    def lose(self, loss: store_pb2.RowLoss, progress: float) -> None:
-        """Record lost rows. The first loss gives the reason if the capture ends INCOMPLETE."""
+    def lose(self, loss: store_pb2.RowLoss, progress: float) -> bool:
+        """Record lost rows, and return whether any is new. The first loss gives the reason if it ends INCOMPLETE."""
         positions = Positions.of(sorted(set(loss.positions)))
+        is_new = False
         for site in loss.sites:
-            self.ledger.lose(Cells(loss.sequence, site, loss.layers, positions))
-        self._loss = self._loss or loss
-        self.num_losses += 1
+            is_new |= self.ledger.lose(Cells(loss.sequence, site, loss.layers, positions))
+        if is_new:
+            self._loss = self._loss or loss
+            self.num_losses += 1
         self.progress = progress
+        return is_new
 
     def close(
         self, seal: store_pb2.SealCaptureRequest, now: Timestamp, progress: float, *, advance: bool = True

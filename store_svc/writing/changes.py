@@ -182,7 +182,7 @@ class Batch:
         return bool(groups)
 
     def lose(self, name: CaptureName, loss: store_pb2.RowLoss, attempt: int = 0) -> None:
-        """Record lost rows. An ended capture ignores them.
+        """Record lost rows. Those that are known are not written again. An ended capture ignores all.
 
         Raises:
             Failure: UNKNOWN_CAPTURE, INVALID_FIELD or LIMIT_REACHED.
@@ -192,9 +192,9 @@ class Batch:
             return
         check_loss(loss, draft.description)
         self._check_memory()
-        before = draft.memory_bytes
-        self._txn.put(Table.LOSSES, pack_loss(draft.number, draft.num_losses), loss.SerializeToString())
-        draft.lose(loss, self._clock.monotonic)
+        before, key = draft.memory_bytes, pack_loss(draft.number, draft.num_losses)
+        if draft.lose(loss, self._clock.monotonic):
+            self._txn.put(Table.LOSSES, key, loss.SerializeToString())
         self._growth += draft.memory_bytes - before
         self._advance(draft)
 

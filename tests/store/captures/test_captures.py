@@ -13,6 +13,7 @@ from residuum.rpc.errors import Reason
 from residuum.v1 import capture_pb2, selection_pb2, store_pb2
 from store_svc.captures.capture_names import CaptureName
 from store_svc.captures.lifecycle import Wait
+from store_svc.database.db import Table
 from store_svc.traces import CaptureTraces
 from tests.store.support import (
     ABORTED,
@@ -212,6 +213,20 @@ def test_a_loss_makes_it_incomplete_once_the_rest_is_there(client: Client, seale
     assert (manifest.state, manifest.incomplete_reason) == (INCOMPLETE, OVERFLOW)
     assert manifest.incomplete_detail == "ring full"
     assert cells_of(manifest.missing) == grid([1], [4])
+
+
+def test_a_loss_that_is_reported_again_is_not_stored_again(tmp_path: Path) -> None:
+    with serving(tmp_path / "store") as (store, client):
+        client.open()
+        client.send([loss_message(1, "a", loss_of([4])), loss_message(2, "a", loss_of([4]))])
+        client.send([loss_message(1, "a", loss_of([4])), loss_message(2, "a", loss_of([3, 4]))])
+        with store._db.read() as txn:
+            assert txn.count(Table.LOSSES) == 2
+    with serving(tmp_path / "store") as (_, client):
+        client.append([make_chunk(LAYERS, [0, 1, 2]), make_chunk([0, 2], [3, 4])])
+        manifest = client.seal(generated=[2])
+        assert (manifest.state, manifest.incomplete_reason) == (INCOMPLETE, OVERFLOW)
+        assert cells_of(manifest.missing) == grid([1], [3, 4])
 
 
 def test_a_loss_that_does_not_matter_is_no_loss(client: Client) -> None:

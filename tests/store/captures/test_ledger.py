@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -147,6 +149,19 @@ def check(ledger: Ledger, model: Model) -> None:
     assert ledger.num_rows == len(model.served())
     assert ledger.missing == len(missing)
     assert ledger.outstanding == len(missing - model.lost)
+
+
+def test_layers_that_have_lost_the_same_rows_share_the_memory_for_them() -> None:
+    ledger, positions = Ledger(describe(layers=range(1000))), Positions.of(range(0, 100_000, 2))
+    tracemalloc.start()
+    try:
+        assert ledger.lose(Cells(0, POST, range(1000), positions))
+        assert not ledger.lose(Cells(0, POST, range(500), positions)), "they are lost already"
+        assert ledger.lose(Cells(0, POST, range(500), Positions.of([1])))
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert taken < 1 << 20
 
 
 def test_a_fork_does_not_change_the_original() -> None:
