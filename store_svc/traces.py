@@ -31,12 +31,13 @@ class CaptureTraces:
         self._opened: OrderedDict[CaptureName, Context] = OrderedDict()
 
     def opened(self, name: CaptureName) -> None:
-        """Note that the current call has opened a capture. A repeated open changes nothing."""
+        """Note that the current call has opened a capture."""
         context = tracing.current_context()
         if context is None:
             return
         with self._lock:
-            self._opened.setdefault(name, context)
+            self._opened.pop(name, None)  # of a capture that was deleted or replaced before it ended
+            self._opened[name] = context
             while len(self._opened) > _MAX_TRACES:
                 self._opened.popitem(last=False)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from residuum.rpc import tracing
 from residuum.rpc.errors import Reason
 from residuum.v1 import capture_pb2, selection_pb2, store_pb2
 from store_svc.captures.capture_names import CaptureName
@@ -48,6 +49,18 @@ def test_only_captures_that_were_opened_are_traced(client: Client, monkeypatch: 
     with failing_with(Reason.ERROR_REASON_CAPTURE_EXISTS):
         client.open(describe(prompt=7))
     assert opened == [CaptureName("", "a")]
+
+
+def test_a_capture_is_in_the_trace_that_opened_it(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    contexts, spans = iter(["first", "second"]), []
+    monkeypatch.setattr(tracing, "current_context", lambda: next(contexts))
+    monkeypatch.setattr(tracing, "record_span", lambda name, context, *_, **__: spans.append((name, context)))
+    client.open()
+    client.stub.DeleteCapture(store_pb2.DeleteCaptureRequest(capture_id="a"))
+    client.open()
+    client.append([make_chunk(LAYERS, range(4))])
+    client.seal(generated=[1])
+    assert spans == [("capture", "second")]
 
 
 def test_a_capture_is_complete_when_the_seal_comes_last(client: Client) -> None:
