@@ -121,6 +121,14 @@ def test_a_folder_with_a_space_and_without_empty_folders(tmp_path: Path) -> None
     assert not (tmp_path / "my archive" / "chunks" / "key").exists()
 
 
+@pytest.mark.parametrize(("mark", "escaped"), [("?", "%3F"), ("#", "%23")])
+def test_a_mark_that_would_end_the_path_must_be_escaped(tmp_path: Path, mark: str, escaped: str) -> None:
+    with pytest.raises(ArchiveRefusedError, match=escaped):
+        Objects(f"file://{tmp_path}/a{mark}b")
+    Objects(f"file://{tmp_path}/a{escaped}b").put("owner", b"1")
+    assert [path.name for path in tmp_path.iterdir()] == [f"a{mark}b"]
+
+
 def test_an_archive_in_memory_is_refused() -> None:
     with pytest.raises(ValueError, match="must begin with"):
         StoreSettings(archive="memory:///x")
