@@ -175,12 +175,19 @@ class Ledger:
     def _expect(self, expected: list[Positions]) -> None:
         self._expected = expected
         self.num_rows = self.missing = self.outstanding = 0
+        counts: dict[tuple[int, Positions | None, Positions | None], tuple[int, int, int]] = {}  # see `fresh`
         for row in self._all_rows():
-            wanted = expected[row[0]]
-            absent = wanted - self._stored.get(row, Positions())
-            self.num_rows += len(wanted) - len(absent)
-            self.missing += len(absent)
-            self.outstanding += len(absent - self._lost.get(row, Positions()))
+            key = row[0], self._stored.get(row), self._lost.get(row)
+            if key not in counts:
+                sequence, have, lost = key
+                wanted = expected[sequence]
+                absent = wanted - have if have else wanted
+                outstanding = absent - lost if lost else absent
+                counts[key] = len(wanted) - len(absent), len(absent), len(outstanding)
+            present, missing, left = counts[key]
+            self.num_rows += present
+            self.missing += missing
+            self.outstanding += left
 
     def _all_rows(self) -> Iterator[Row]:
         for sequence in self._sequences:

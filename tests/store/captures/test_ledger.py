@@ -5,6 +5,7 @@ from __future__ import annotations
 import tracemalloc
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -162,6 +163,19 @@ def test_layers_that_have_lost_the_same_rows_share_the_memory_for_them() -> None
     finally:
         tracemalloc.stop()
     assert taken < 1 << 20
+
+
+def test_the_expected_rows_of_layers_that_are_alike_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = []
+    length = Positions.__len__
+    monkeypatch.setattr(Positions, "__len__", lambda self: counted.append(1) or length(self))
+    ledger = Ledger(describe(layers=range(1000), prompt=5))
+    ledger.add(Cells(0, POST, range(500), Positions.of(range(4))))
+    ledger.lose(Cells(0, POST, range(800), Positions.of([4])))
+    counted.clear()
+    ledger.expect([1])
+    assert (ledger.num_rows, ledger.missing, ledger.outstanding) == (2000, 3000, 2200)
+    assert len(counted) < 20, "otherwise a seal would hold up the writer for seconds"
 
 
 def test_a_fork_does_not_change_the_original() -> None:
