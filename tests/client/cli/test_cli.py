@@ -171,6 +171,23 @@ def test_vectors(endpoint, capsys, tmp_path, peer):
     assert json.loads(out) == {"vectors": [{"name": "joy", "digest": digest}], "sent": 0, "bytes_sent": 0}
 
 
+def test_vectors_of_the_same_name_are_all_sent(endpoint, capsys, tmp_path, peer):
+    expected = []
+    for folder, value in (("a", 71), ("b", 72)):
+        (tmp_path / folder).mkdir()
+        np.save(tmp_path / folder / "joy.npy", np.full(HIDDEN, value))
+        expected.append(f"joy\t{residuum.Vector.from_array(np.full(HIDDEN, value)).hexdigest}")
+    paths = [str(tmp_path / folder / "joy.npy") for folder in ("a", "b")]
+    assert main(["vectors", "put", "--endpoint", endpoint, *paths]) == 0
+    assert capsys.readouterr().out.splitlines() == [*expected, "2 of 2 sent, 64 B"]
+    assert main(["vectors", "find", "--endpoint", endpoint, *paths]) == 0
+    assert capsys.readouterr().out.splitlines() == [f"{line}\tyes" for line in expected]
+    assert (
+        main(["generate", "a", "--endpoint", endpoint, "--capture", "1", "--onto", paths[0], "--onto", paths[1]]) == 0
+    )
+    assert len(peer.requests[-1].spec.capture.encoding_options.vectors) == 2
+
+
 def test_vectors_of_another_width_are_refused(endpoint, capsys, tmp_path):
     np.save(tmp_path / "joy.npy", np.ones(HIDDEN + 3))
     assert main(["vectors", "put", "--endpoint", endpoint, str(tmp_path / "joy.npy")]) == 1

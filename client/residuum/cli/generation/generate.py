@@ -322,7 +322,7 @@ def capture_of(options: argparse.Namespace) -> residuum.Capture | None:
         dimensions=options.dimensions,
         seed=options.encoding_seed or 0,
         axis=options.axis,
-        vectors=steering.load_all(options.onto or []).values(),
+        vectors=[vector for _, vector in steering.load_all(options.onto or [])],
         sae=residuum.sae.load(options.sae) if options.sae else None,
         features=tuple(_numbers_of("--features", options.features)),
         reduction=options.reduction,

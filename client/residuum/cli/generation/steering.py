@@ -103,9 +103,9 @@ def operations_of(options: argparse.Namespace) -> list[Operation]:
     return operations
 
 
-def load_all(files: list[str]) -> dict[str, residuum.Vector]:
-    """Return the vectors of files by their names."""
-    return {name: vector for file in files for name, vector in load_vectors(file).items()}
+def load_all(files: list[str]) -> list[tuple[str, residuum.Vector]]:
+    """Return the vectors of files with their names. Files may have vectors of the same name, as a/joy.npy and b/joy.npy."""
+    return [named for file in files for named in load_vectors(file).items()]
 
 
 def _scaled(kind: type[residuum.Add | residuum.Ablate], text: str, where: dict[str, Any]) -> Operation:

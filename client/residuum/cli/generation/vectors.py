@@ -123,8 +123,8 @@ def put_vectors(options: argparse.Namespace, output: Output) -> int:
     """Send the files' vectors that the server lacks."""
     vectors = load_all(options.files)
     with open_client(options) as client:
-        result = client.put_vectors(vectors.values())
-    names = [{"name": name, "digest": vector.hexdigest} for name, vector in vectors.items()]
+        result = client.put_vectors([vector for _, vector in vectors])
+    names = [{"name": name, "digest": vector.hexdigest} for name, vector in vectors]
     if output.as_json:
         output.json({"vectors": names, "sent": result.sent, "bytes_sent": result.bytes_sent})
         return 0
@@ -137,12 +137,9 @@ def find_vectors(options: argparse.Namespace, output: Output) -> int:
     """Show which of the files' vectors the server has. Return 1 if it lacks one."""
     vectors = load_all(options.files)
     with open_client(options) as client:
-        missing = set(client.find_missing_vectors(vectors.values()))
+        missing = set(client.find_missing_vectors([vector for _, vector in vectors]))
     output.rows(
         ("name", "digest", "present"),
-        (
-            {"name": name, "digest": vector.hexdigest, "present": vector not in missing}
-            for name, vector in vectors.items()
-        ),
+        ({"name": name, "digest": vector.hexdigest, "present": vector not in missing} for name, vector in vectors),
     )
     return 1 if missing else 0
