@@ -7,7 +7,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from residuum.cli.connection import CALL_SECONDS
@@ -24,8 +24,9 @@ Command = Callable[[argparse.Namespace, Output], int]
 class Parser(argparse.ArgumentParser):
     """A parser that prints only the error for a wrong command line, not all flags."""
 
-    read_spec: Callable[[str], Iterable[str]] | None = None
-    """Returns the flags in the file that --spec names, for a command that has this flag."""
+    read_spec: Callable[[str, Collection[str]], Iterable[str]] | None = None
+    """Returns the flags in the file that --spec names, for a command that has this flag. The second argument is the
+    flags that may be repeated."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -41,7 +42,7 @@ class Parser(argparse.ArgumentParser):
         if given.spec is None:
             return super().parse_known_args(args, namespace)
         try:
-            tokens = list(self.read_spec(given.spec))
+            tokens = list(self.read_spec(given.spec, self._repeated_flags()))
         except (ImportError, OSError, ValueError) as error:
             self.error(f"--spec {given.spec} cannot be used: {error}")
         found, unknown = super().parse_known_args(tokens, namespace)
@@ -51,6 +52,10 @@ class Parser(argparse.ArgumentParser):
             if value is not None:
                 setattr(found, name, value)
         return found, further
+
+    def _repeated_flags(self) -> set[str]:
+        repeated = (action for action in self._actions if isinstance(action, argparse._AppendAction))  # noqa: SLF001
+        return {flag for action in repeated for flag in action.option_strings}
 
     def error(self, message: str) -> NoReturn:
         """Print what is wrong and where the help is, and exit with code 2."""

@@ -174,6 +174,13 @@ def test_an_interrupted_file_of_prompts_shows_finished_prompts_and_how_to_resume
     assert advice in err
 
 
+def test_lines_of_a_file_end_only_at_line_feeds(cli, peer, tmp_path):
+    (tmp_path / "prompts.txt").write_bytes("\ufeffa\r\n\r\nb\u2028c\x0cd\x85e\n \nf".encode())
+    peer.requests.clear()
+    assert cli("generate", "--file", tmp_path / "prompts.txt", "--max-tokens", 1)[0] == 0
+    assert sorted(request.spec.prompt.text for request in peer.requests) == ["a", "b\u2028c\x0cd\x85e", "f"]
+
+
 @pytest.mark.parametrize("source", ["-", "--file"])
 def test_a_prompt_that_is_not_utf8_is_named(cli, tmp_path, monkeypatch, source):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"ab\xff")))

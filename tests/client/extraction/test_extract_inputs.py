@@ -6,6 +6,7 @@ import json
 import re
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
@@ -13,6 +14,7 @@ from pyarrow import parquet
 import residuum
 from residuum.extraction.inputs.prompts import Items, open_rows
 from tests.client.extraction.test_extract import WHAT, check_rows, files, write_prompts
+from tests.client.support.peer import HIDDEN
 
 
 def items(source, column="text", keep=("y",), **more):
@@ -193,6 +195,16 @@ def test_a_spec_has_flags_and_the_command_line_takes_precedence(cli, tmp_path):
     assert [label["name"] for label in found.spec["capture"]["labels"]] == ["a", "b"]
     code, _, _ = cli("extract", source, "--output", tmp_path / "two", "--limit", "5", "--spec", spec)
     assert files(tmp_path / "two") == files(tmp_path / "out")
+
+
+def test_a_list_in_a_spec_is_one_value_of_a_flag_that_is_not_repeated(cli, tmp_path):
+    source, spec = write_prompts(tmp_path / "prompts.jsonl", 1), tmp_path / "job.toml"
+    for name in ("a", "b"):
+        np.save(tmp_path / f"{name}.npy", np.ones(HIDDEN))
+    spec.write_text(f'capture = 1\nadd = ["{tmp_path}/a.npy@1", "{tmp_path}/b.npy@1"]\nsteer_positions = [0, 2]\n')
+    assert cli("extract", source, "--spec", spec, "--output", tmp_path / "out")[0] == 0
+    steered = residuum.Extracted(tmp_path / "out").spec["steering"]["operations"]
+    assert [[item["last"] for item in one["positions"]["ranges"]] for one in steered] == [[0, 2], [0, 2]]
 
 
 @pytest.mark.parametrize("is_first", [True, False])

@@ -7,7 +7,7 @@ import dataclasses
 import datetime
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -265,8 +265,10 @@ def _show(rows: residuum.Extracted, output: Output) -> None:
         output.note(f"{len(rows.failures)} failed in all; the prompts-*.jsonl files have the reasons")
 
 
-def _tokens(path: str) -> Iterator[str]:
+def _tokens(path: str, repeated: Collection[str]) -> Iterator[str]:
     """Yield the values of a file of --spec as they would be on the command line.
+
+    A list repeats a flag that may be repeated. For another flag, such as --features, it is one value with commas.
 
     Raises:
         InvalidRequest: A value has no form on the command line.
@@ -287,6 +289,6 @@ def _tokens(path: str) -> Iterator[str]:
         elif value is True:
             yield flag
         elif value is not False:
-            joined = name in {"keep", "capture", "sites", "positions"} and isinstance(value, list)
-            each = [",".join(map(str, value))] if joined else value if isinstance(value, list) else [value]
+            items = value if isinstance(value, list) else [value]
+            each = items if flag in repeated else [",".join(map(str, items))]
             yield from (f"{flag}={item}" for item in each)

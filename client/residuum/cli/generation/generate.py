@@ -273,12 +273,16 @@ def _show_replies(
 
 
 def prompts_of(path: str, *, chat: bool) -> list[Prompt]:
-    """Return the prompts of a file: one per line, without empty lines.
+    """Return the prompts of a file: one per line, without blank lines. Lines are those of `residuum extract`.
+
+    A line ends only where a text editor ends it. A prompt may have other characters for which `str.splitlines` ends a
+    line, such as U+2028.
 
     Raises:
         InvalidRequest: The file is not UTF-8, or has no prompt.
     """
-    prompts = [_prompt(line, chat=chat) for line in _text_of(path).splitlines() if line.strip()]
+    lines = _text_of(path).removeprefix("\ufeff").split("\n")  # a byte order mark is no part of the first prompt
+    prompts = [_prompt(line.rstrip("\r"), chat=chat) for line in lines if line.strip()]
     if not prompts:
         raise residuum.InvalidRequest(f"{path} has no prompts. Write one prompt per line.")
     return prompts

@@ -104,7 +104,7 @@ def operations_of(options: argparse.Namespace) -> list[Operation]:
 
 
 def load_all(files: list[str]) -> list[tuple[str, residuum.Vector]]:
-    """Return the vectors of files with their names. Files may have vectors of the same name, as a/joy.npy and b/joy.npy."""
+    """Return the vectors of files with their names. Those of a/joy.npy and b/joy.npy have the same name."""
     return [named for file in files for named in load_vectors(file).items()]
 
 
