@@ -296,7 +296,7 @@ def manifest(options: argparse.Namespace, output: Output) -> int:
             found = client.manifest(options.id)
         else:
             found = client.manifest(options.id, wait=wait, archived=options.archived)
-    print(found.to_json(indent=None if output.as_json else 2))
+    output.json(found.to_dict(), indent=None if output.as_json else 2)
     if options.archived and isinstance(client, residuum.Client) and (why := _why_not_archived(options.id, found)):
         output.error(why)
         return 1
@@ -353,7 +353,12 @@ def _agrees(found: list[residuum.CaptureSummary]) -> bool:
     if not sys.stdin.isatty():
         return False
     what = f"{len(found)} captures, {size(sum(summary.num_bytes for summary in found))}"
-    return input(f"Delete {what}? [y/N] ").strip().lower() in {"y", "yes"}
+    print(f"Delete {what}? [y/N] ", end="", file=sys.stderr, flush=True)  # stdout may be a file
+    try:
+        return input().strip().lower() in {"y", "yes"}
+    except EOFError:  # Ctrl-D
+        print(file=sys.stderr)
+        return False
 
 
 def _show_deleted(name: str, freed: int, output: Output) -> None:

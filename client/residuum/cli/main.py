@@ -6,7 +6,6 @@ Exit codes: 0 success; 1 failure, with one line on stderr that says why; 2 wrong
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING
 import residuum
 from residuum.cli import captures, labels, search
 from residuum.cli.generation import extract, generate, lens, patch, vectors
-from residuum.cli.output import Output
+from residuum.cli.output import Output, drop_output, prepare_streams, print_error
 from residuum.cli.parser import Command, Parser, add_command, add_service_command
 from residuum.cli.services import doctor, health, info_and_stats, serve, token, ui
 from residuum.exceptions import ResiduumError
@@ -33,29 +32,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: The command line after the program's name; by default the process's own.
     """
-    parser = make_parser()
-    options, further = parser.parse_known_args(arguments)
+    prepare_streams()
+    try:
+        try:
+            return _run(arguments)
+        finally:
+            sys.stdout.flush()  # else Python finds a closed pipe or a full disk when it ends, and exits with 120
+    except KeyboardInterrupt as interruption:
+        print_error(". ".join(["interrupted", *map(str, interruption.args)]))
+        code = INTERRUPTED
+    except BrokenPipeError:  # the reader has closed the pipe, as `| head` does
+        code = 0
+    except (ResiduumError, ImportError, OSError, TracingError, TypeError) as error:
+        print_error(_in_words(error))
+        code = 1
+    drop_output()
+    return code
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    options, further = make_parser().parse_known_args(arguments)
     if options.run is serve.run:
         options.flags = further
     elif further:
         options.usage_error(f"unrecognized arguments: {' '.join(further)}")
-    output = Output(as_json=options.json)
     command: Command = options.run
+    stop_tracing = start_tracing("residuum-client")  # does nothing unless the environment requests tracing
     try:
-        stop_tracing = start_tracing("residuum-client")  # does nothing unless the environment requests tracing
-        try:
-            return command(options, output)
-        finally:
-            stop_tracing()
-    except KeyboardInterrupt as interruption:
-        output.error(". ".join(["interrupted", *map(str, interruption.args)]))
-        return INTERRUPTED
-    except BrokenPipeError:  # the reader has closed the pipe, as `| head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except (ResiduumError, ImportError, OSError, TracingError, TypeError) as error:
-        output.error(_in_words(error))
-        return 1
+        return command(options, Output(as_json=options.json))
+    finally:
+        stop_tracing()
 
 
 def _in_words(error: Exception) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import io
 import json
+import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -123,18 +125,41 @@ class Output:
         if self._line_is_open:
             self.say("")
 
-    def json(self, value: object) -> None:
-        """Print one JSON object on a line."""
-        print(json.dumps(value, default=_plain, ensure_ascii=False), flush=True)
+    def json(self, value: object, *, indent: int | None = None) -> None:
+        """Print one JSON object, on a line unless it is indented."""
+        is_unicode = (sys.stdout.encoding or "utf-8").lower().startswith("utf")
+        print(json.dumps(value, default=_plain, indent=indent, ensure_ascii=not is_unicode), flush=True)
 
     def error(self, message: str) -> None:
         """Print one line on stderr, with Python advice translated to flags."""
-        print(f"residuum: {' '.join(with_flags(message).split())}", file=sys.stderr, flush=True)
+        print_error(message)
 
     def note(self, message: str) -> None:
         """Print one line for a person on stderr, so that it does not mix with the output; nothing with --json."""
         if not self.as_json:
             print(message, file=sys.stderr, flush=True)
+
+
+def prepare_streams() -> None:
+    """Make stdout and stderr usable if the caller has closed them, or if their encoding lacks characters of a reply."""
+    # The system frees them when the process ends.
+    sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115 - else print uses stdout
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr
+
+
+def drop_output() -> None:
+    """Drop what cannot be written to stdout any more, so that Python does not try again when it ends."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def print_error(message: str) -> None:
+    """Print one line on stderr, with Python advice translated to flags."""
+    print(f"residuum: {' '.join(with_flags(message).split())}", file=sys.stderr, flush=True)
 
 
 def with_flags(message: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -49,13 +51,64 @@ def test_an_error_is_not_glued_to_a_part_of_a_reply(endpoint, peer):
     assert error.startswith("residuum: ")
 
 
-def test_a_closed_pipe_causes_no_error_output(endpoint, captured):
-    script = " ".join(["exec", *map(_quoted, command("ls"))])
+@pytest.mark.parametrize("words", [["ls"], ["info", "--json"], ["info"], ["--help"]])
+@pytest.mark.parametrize("is_buffered", [True, False])
+def test_a_closed_pipe_causes_no_error_output(endpoint, captured, words, is_buffered):
+    script = " ".join(["exec", *map(_quoted, command(*words))])
     result = subprocess.run(
-        ["bash", "-o", "pipefail", "-c", f"({script}) | head -c 1 >/dev/null"],
-        env=environment(endpoint), capture_output=True, text=True, check=False,
+        ["bash", "-o", "pipefail", "-c", f"({script}) | true"],
+        env={**environment(endpoint), "PYTHONUNBUFFERED": "" if is_buffered else "1"},
+        capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert result.stderr == ""
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("words", [["ls"], ["info"], ["info", "--json"], ["--help"]])
+def test_a_full_disk_is_one_line_and_exit_code_1(endpoint, captured, words):
+    with Path("/dev/full").open("w") as full:
+        result = subprocess.run(
+            command(*words), env={**environment(endpoint), "PYTHONUNBUFFERED": ""},
+            stdout=full, stderr=subprocess.PIPE, text=True, check=False,
+        )  # fmt: skip
+    assert (result.returncode, result.stderr) == (1, "residuum: [Errno 28] No space left on device\n")
+
+
+@pytest.mark.parametrize(("closed", "code"), [(">&-", 0), ("2>&-", 1)])
+def test_closed_streams_are_no_failures_and_errors_never_go_to_stdout(endpoint, closed, code):
+    script = " ".join(map(_quoted, command("info", "--json", *(["--tenant", "a/b"] if code else []))))
+    result = subprocess.run(
+        ["bash", "-c", f"{script} {closed}"], env=environment(endpoint), capture_output=True, text=True, check=False
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (code, "", "")
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_characters_that_the_encoding_lacks_are_escaped(endpoint, captured, tmp_path, flags):
+    path = os.fsencode(tmp_path) + "/\u0142\U0001f600".encode() + b"\xff.npz"
+    result = subprocess.run(
+        [*command("pull", captured, *flags, "--out"), path],
+        env={**environment(endpoint), "PYTHONIOENCODING": "ascii"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (result.returncode, Path(os.fsdecode(path)).exists()) == (0, True)
+    if flags:
+        assert os.fsencode(json.loads(result.stdout)["path"]) == path
+    else:
+        assert "\\u0142\\U0001f600\\udcff.npz: " in result.stdout
+
+
+def test_ctrl_d_deletes_nothing(endpoint, captured):
+    main_end, its_end = pty.openpty()
+    os.write(main_end, b"\x04")
+    result = subprocess.run(
+        command("rm", "--prefix", captured), env=environment(endpoint), stdin=its_end, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    os.close(main_end)
+    os.close(its_end)
+    assert (result.returncode, result.stdout) == (1, "")
+    question, error = result.stderr.splitlines()
+    assert question.startswith("Delete 1 captures, ")
+    assert error == "residuum: nothing was deleted; pass --yes to delete without being asked"
 
 
 def _quoted(word):
