@@ -267,7 +267,7 @@ def follow(options: argparse.Namespace, output: Output) -> int:
             first, last = int(positions[0]), int(positions[-1])
             if output.as_json:
                 facts = {"site": site, "layer": layer, "positions": [int(position) for position in positions]}
-                output.json({**facts, "norms": [float(norm) for norm in norms]})
+                output.json({**facts, "norms": norms})
             else:
                 output.say(f"{site} layer {layer}: positions {first} to {last}, mean norm {norms.mean():.4g}")
         if not output.as_json:

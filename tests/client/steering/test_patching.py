@@ -170,5 +170,7 @@ def test_the_command_prints_a_table_and_writes_the_picture(cli, peer, tmp_path, 
     found = json.loads(out)
     assert code == 0
     assert (found["layers"], found["answer"], np.shape(found["recovered"])) == ([0, 1], 5, (2, 2))
+    same = json.loads(cli("patch", "a bb", "a bb", *arguments[3:], "--json")[1], parse_constant=pytest.fail)
+    assert same["recovered"] == [[None, None], [None, None]]  # both prompts have one score, and JSON has no NaN
     code, _, err = cli("patch", "a bb", "x", "--layers", LAYERS)
     assert (code, "layer" in err) == (1, True)

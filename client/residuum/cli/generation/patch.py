@@ -63,8 +63,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
 def _show(sweep: residuum.PatchSweep, output: Output) -> int:
     shares = sweep.recovered
     if output.as_json:
-        arrays = {"scores": sweep.scores.tolist(), "recovered": shares.tolist()}
-        output.json({**vars(sweep), **arrays})
+        output.json({**vars(sweep), "recovered": shares})
         return 0
     tokens = zip(sweep.positions, sweep.clean_tokens, sweep.corrupted_tokens, strict=True)
     columns = [f"{at} {after.strip()}" for at, _, after in tokens]
