@@ -169,3 +169,5 @@ def test_the_command_prints_a_table_and_writes_the_picture(cli, peer, tmp_path, 
     assert (code, found["layers"], np.shape(found["top_ids"])) == (0, list(range(LAYERS)), (LAYERS, 2, 2))
     assert found["ranks"]
     assert peer.calls.count("Unembed") == 2
+    with pytest.raises(SystemExit):  # it would have no token to show
+        cli("lens", "a bb", "--top-k", 0)

@@ -9,6 +9,7 @@ import residuum
 from residuum.cli.connection import open_client
 from residuum.cli.generation.steering import POSITIONS_HELP
 from residuum.cli.output import Output
+from residuum.cli.parser import positive_count
 from residuum.protocol.generation.lens import visible
 
 EXAMPLES = """\
@@ -25,7 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--positions", default="prompt", metavar="POSITIONS", help=f"the rows: {POSITIONS_HELP} (default: prompt)"
     )
     parser.add_argument("--max-tokens", type=int, default=1, metavar="N", help="tokens to generate (default: 1)")
-    parser.add_argument("--top-k", type=int, default=5, metavar="K", help="tokens of a row with --json (default: 5)")
+    parser.add_argument(
+        "--top-k", type=positive_count, default=5, metavar="K", help="tokens of a row with --json (default: 5)"
+    )
     parser.add_argument(
         "--lens",
         metavar="PATH",
