@@ -81,9 +81,9 @@ def test_rm_by_prefix_asks_on_a_terminal(cli, captures, monkeypatch, answer, lef
     os.write(main_end, answer.encode())
     with os.fdopen(its_end) as terminal:
         monkeypatch.setattr(sys, "stdin", terminal)
-        code, out, _ = cli("rm", "--prefix", "alike-")
+        code, _, err = cli("rm", "--prefix", "alike-")
     os.close(main_end)
-    assert "Delete 3 captures" in out
+    assert "Delete 3 captures" in err
     assert (code, len(listed(cli, "--prefix", "alike-"))) == (1 if left else 0, left)
 
 
@@ -178,7 +178,7 @@ def test_lines_of_a_file_end_only_at_line_feeds(cli, peer, tmp_path):
     (tmp_path / "prompts.txt").write_bytes("\ufeffa\r\n\r\nb\u2028c\x0cd\x85e\n \nf".encode())
     peer.requests.clear()
     assert cli("generate", "--file", tmp_path / "prompts.txt", "--max-tokens", 1)[0] == 0
-    assert sorted(request.spec.prompt.text for request in peer.requests) == ["a", "b\u2028c\x0cd\x85e", "f"]
+    assert sorted(request.text for request in peer.requests) == ["a", "b\u2028c\x0cd\x85e", "f"]
 
 
 @pytest.mark.parametrize("source", ["-", "--file"])
@@ -259,6 +259,15 @@ def test_directions_are_computed_saved_and_steer(cli, endpoint, tmp_path, monkey
     assert cli("directions", "joy.safetensors", *files)[0] == 1  # it exists
     assert cli("directions", "joy.safetensors", *files, "--method", "pca_diff", "--force")[::2] == (0, "")
     assert cli("generate", "a", "--add", "joy.safetensors@1,4*2")[::2] == (0, "")
+
+
+def test_directions_find_at_once_that_they_cannot_be_written(cli, peer, tmp_path):
+    (tmp_path / "prompts.txt").write_text("one\n")
+    flags = ("--positive", tmp_path / "prompts.txt", "--negative", tmp_path / "prompts.txt")
+    peer.requests.clear()
+    code, _, err = cli("directions", tmp_path / "none" / "joy.safetensors", *flags)
+    assert (code, peer.requests) == (1, [])
+    assert err.endswith(f"the folder {tmp_path / 'none'} does not exist. Create it first.\n")
 
 
 @pytest.mark.parametrize("cause", ["an interrupt", "an error"])

@@ -14,6 +14,7 @@ from residuum.cli.connection import advice_if_cut_off, open_client
 from residuum.cli.generation.generate import prompts_of
 from residuum.cli.generation.steering import POSITIONS_HELP, load_all
 from residuum.cli.output import Output
+from residuum.exports.target import check_free
 from residuum.protocol.requests import Prompt
 from residuum.transport.progress import size
 
@@ -59,8 +60,7 @@ def directions(options: argparse.Namespace, output: Output) -> int:
     """Capture two sets of prompts, compute a direction for each layer, and save them. The captures are deleted."""
     if Path(options.out).suffix != ".safetensors":
         options.usage_error(f"OUT must end with .safetensors, but is {options.out!r}")
-    if Path(options.out).exists() and not options.force:
-        raise FileExistsError(f"{options.out} exists. Pass --force to replace it, or choose another name.")
+    check_free(Path(options.out), overwrite=options.force)
     capture = residuum.Capture(layers=options.layers, positions=options.positions)
     sets = [prompts_of(path, chat=options.chat) for path in (options.positive, options.negative)]
     with (
