@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 import residuum
 from residuum.cli.connection import open_client
-from residuum.cli.output import Output
+from residuum.cli.output import Output, text
 from residuum.wire.labels import LabelValue, read_value, write_value
 
 
@@ -52,7 +52,7 @@ def label(options: argparse.Namespace, output: Output) -> int:
     if output.as_json:
         output.json({"capture_id": options.id, "labels": labels})
     else:
-        output.say(f"{options.id}: {labels_text(labels) or 'no labels'}")
+        output.say(f"{options.id}: {text(labels_text(labels)) or 'no labels'}")
     return 0
 
 
@@ -63,10 +63,10 @@ def parse_labels(texts: Iterable[str]) -> dict[str, LabelValue]:
         InvalidRequest: A text has another form, or two name the same label.
     """
     labels: dict[str, LabelValue] = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
+    for item in texts:
+        name, equals, value = item.partition("=")
         if not equals:
-            raise residuum.InvalidRequest(f"{text!r} is not a label; use NAME=VALUE, such as split=train or y=1.")
+            raise residuum.InvalidRequest(f"{item!r} is not a label; use NAME=VALUE, such as split=train or y=1.")
         if name in labels:
             raise residuum.InvalidRequest(f"The label {name!r} is given twice. Give each label once.")
         labels[name] = read_value(value)

@@ -207,6 +207,10 @@ def _print_facts(facts: Mapping[str, str]) -> None:
     Console().print(table, markup=False)
 
 
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+"""Characters that end a line or a field, or that a terminal obeys."""
+
+
 def text(value: object) -> str:
     """Return a value as readable text on one line."""
     if isinstance(value, datetime.datetime):
@@ -217,7 +221,7 @@ def text(value: object) -> str:
         return ", ".join(map(text, value))
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return "" if value is None else str(value)
+    return "" if value is None else _CONTROL.sub(lambda found: repr(found[0])[1:-1], str(value))
 
 
 def age(span: datetime.timedelta) -> str:

@@ -150,7 +150,9 @@ def _add_connection(
         action="append" if many else "store",
         default=None if many else endpoint,
         metavar="HOST:PORT",
-        help=f"{endpoint_text}{repeated} (default: RESIDUUM_ENDPOINT, now {endpoint})",
+        help=f"{endpoint_text}{repeated} (default: RESIDUUM_ENDPOINT, now "
+        + endpoint.replace("%", "%%")  # argparse formats the text; an IPv6 zone has a %
+        + ")",
     )
     limit = f"none, and {CALL_SECONDS:g} for each short call" if timeout is None else f"{timeout:g}"
     seconds = f"the timeout in seconds (default: {limit})"

@@ -59,6 +59,26 @@ def test_list(cli, captured):
     assert cli("ls", "--prefix", "nothing-like-it", "--json") == (0, "", "")
 
 
+def test_a_label_stays_on_its_line(cli, captured, endpoint):
+    shown = 'note = "1\\t2\\n3\\x1b[2J"'
+    assert cli("label", captured, "note=1\t2\n3\x1b[2J") == (0, f"{captured}: {shown}\n", "")
+    assert cli("ls", "--prefix", captured)[1].split("\t")[5] == shown
+    assert json.loads(cli("ls", "--prefix", captured, "--json")[1])["labels"] == {"note": "1\t2\n3\x1b[2J"}
+
+
+def test_a_sequence_beyond_the_limit_is_refused(cli, captured):
+    code, _, err = cli("follow", captured, "--sequence", 1 << 40)
+    assert (code, "The sequence 1099511627776 does not exist" in err) == (1, True)
+
+
+def test_the_help_shows_an_endpoint_with_a_zone(monkeypatch, capsys):
+    monkeypatch.setenv("RESIDUUM_ENDPOINT", "[fe80::1%eth0]:50051")
+    for command in ("info", "extract"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        assert "[fe80::1%eth0]:50051" in "".join(capsys.readouterr().out.split())
+
+
 def test_pull(cli, captured, tmp_path):
     path = tmp_path / "x.safetensors"
     code, out, _ = cli("pull", captured, "--out", path)
@@ -259,6 +279,7 @@ def test_an_empty_endpoint_is_refused_with_a_flag(cli):
         (("--add", "nope.npy@1"), "nope.npy does not exist."),
         (("--add", "none/nope.npy@1"), "The folder none does not exist."),
         (("--json-schema", "folder"), "folder is a folder, not a file."),
+        (("--json-schema", "latin"), "--json-schema latin is not UTF-8: byte 0 is 0xe9."),
         (("--json-schema", "file/schema.json"), "file/schema.json cannot be used: Not a directory."),
     ],
 )
@@ -266,6 +287,7 @@ def test_files_that_cannot_be_read_are_named_in_words(cli, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
+    (tmp_path / "latin").write_bytes(b"\xe9 ")
     assert cli("generate", "a", *flags) == (1, "", f"residuum: {told}\n")
 
 

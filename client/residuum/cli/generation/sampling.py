@@ -79,7 +79,11 @@ def parameters_of(options: argparse.Namespace, output: Output) -> dict[str, Any]
     if "logit_bias" in given:
         given["logit_bias"] = _biases(given["logit_bias"])
     if "json_schema" in given and not given["json_schema"].lstrip().startswith("{"):
-        given["json_schema"] = Path(given["json_schema"]).read_text(encoding="utf-8")
+        try:
+            given["json_schema"] = Path(given["json_schema"]).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            where = f"byte {error.start} is {error.object[error.start]:#04x}"
+            raise residuum.InvalidRequest(f"--json-schema {given['json_schema']} is not UTF-8: {where}.") from None
     return given
 
 

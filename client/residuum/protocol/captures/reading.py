@@ -26,6 +26,7 @@ from residuum.values.selections.layers_and_positions import (
     layer_selection,
 )
 from residuum.values.selections.points import SITE_NAMES, site_numbers
+from residuum.wire.limits import MAX_SEQUENCES
 from residuum.wire.rows.encodings import RowFormat
 from residuum.wire.rows.frames import ChunkView, FrameError, parse_read
 from residuum.wire.rows.shared_memory import Payloads
@@ -92,9 +93,10 @@ def plan_read(
         request.sites.extend(site_numbers(sites))
     if sequences is not None:
         numbers = index_list("sequence", sequences)
-        if numbers[0] < 0:
+        if wrong := [number for number in numbers if not 0 <= number < MAX_SEQUENCES]:
             raise exc.InvalidRequest(
-                f"The sequence {numbers[0]} does not exist: sequences count from 0.", reason="INVALID_FIELD"
+                f"The sequence {wrong[0]} does not exist: sequences are numbered from 0 to {MAX_SEQUENCES - 1}.",
+                reason="INVALID_FIELD",
             )
         request.sequences.extend(numbers)
     chosen = Positions.of(positions)
