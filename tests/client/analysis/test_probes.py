@@ -246,6 +246,30 @@ class TestScikitLearn:
         probe = residuum.Probe.from_sklearn(model, layer=3)
         np.testing.assert_allclose(probe.score(self.X), expected, rtol=1e-4, atol=1e-3)
 
+    @pytest.mark.parametrize("name", ["SVC", "NuSVC"])
+    @pytest.mark.parametrize("scaled", [False, True])
+    def test_a_support_vector_machine_has_scores_of_two_classes_only(self, name, scaled):
+        svm, pipeline = pytest.importorskip("sklearn.svm"), pytest.importorskip("sklearn.pipeline")
+        from sklearn.preprocessing import StandardScaler
+
+        def fitted(labels):
+            model = getattr(svm, name)(kernel="linear", **({"nu": 0.05} if name == "NuSVC" else {}))
+            return pipeline.make_pipeline(*[StandardScaler()] * scaled, model).fit(self.X, labels)
+
+        two = fitted(np.minimum(self.LABELS, 1))
+        found = residuum.Probe.from_sklearn(two, layer=3).score(self.X)
+        np.testing.assert_allclose(found, two.decision_function(self.X), rtol=1e-4, atol=1e-2)
+        with pytest.raises(INVALID, match=f"{name} has a classifier for each pair of classes"):
+            residuum.Probe.from_sklearn(fitted(self.LABELS), layer=3)
+
+    def test_a_model_that_subtracts_a_mean_is_refused_and_told_how_to_give_it(self):
+        cross_decomposition = pytest.importorskip("sklearn.cross_decomposition")
+        model = cross_decomposition.PLSRegression(1).fit(self.X + 5, self.LABELS)
+        with pytest.raises(INVALID, match="subtracts the mean of the rows"):
+            residuum.Probe.from_sklearn(model, layer=3)
+        probe = residuum.Probe(model.coef_, model.predict(np.zeros((1, self.X.shape[1])))[0], layer=3)
+        np.testing.assert_allclose(probe.score(self.X), model.predict(self.X).ravel(), rtol=1e-4, atol=1e-3)
+
     def test_a_model_of_rows_of_several_layers(self):
         linear_model = pytest.importorskip("sklearn.linear_model")
         model = linear_model.LogisticRegression(max_iter=1000).fit(self.X, np.minimum(self.LABELS, 1))

@@ -45,6 +45,7 @@ def of_sklearn(model: Any) -> LinearModel:
             f"{type(model).__name__} has no coef_ and intercept_: it is not linear, or not fitted. Fit a linear model "
             "such as LogisticRegression first."
         )
+    _check_outputs(model)
     weights = np.asarray(model.coef_, np.float64)
     bias = np.asarray(model.intercept_, np.float64)
     for scaler in reversed(scalers):  # x -> (x - mean) / scale
@@ -70,6 +71,25 @@ def _is_scaler(name: str, step: Any) -> bool:
     if not hasattr(step, "scale_"):
         raise _refused(f"the pipeline's step {name!r} is not fitted. Fit the pipeline first.")
     return True
+
+
+def _check_outputs(model: Any) -> None:
+    """Check that a model's outputs are coef_ @ row + intercept_.
+
+    Raises:
+        InvalidRequest: They are not.
+    """
+    names = _class_names(model)
+    if names & {"SVC", "NuSVC"} and len(getattr(model, "classes_", ())) > 2:  # noqa: PLR2004
+        raise _refused(
+            f"{type(model).__name__} has a classifier for each pair of classes (one-vs-one), which is no score of a "
+            "class. Train LinearSVC or LogisticRegression, which have one for each class."
+        )
+    if "_PLS" in names:
+        raise _refused(
+            f"{type(model).__name__} subtracts the mean of the rows first. Give its numbers: Probe(model.coef_, "
+            "model.predict(np.zeros((1, width)))[0], layer=...)."
+        )
 
 
 def _activation(model: Any, outputs: int) -> str | None:
