@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from residuum.exports.arrow import KEYS, batches_of, check_width, schema_of
 from residuum.exports.formats import Advance
+from residuum.exports.parts import portable
 from residuum.exports.safetensors import FORMAT
 
 if TYPE_CHECKING:
@@ -32,8 +33,9 @@ def write(acts: Activations, path: Path, advance: Advance) -> None:
         use_dictionary=["capture_id", "site", "token"],
         write_statistics=list(KEYS),
         # Byte-stream split stores each byte of an element in its own stream. Signs and exponents are similar, so they
-        # compress well; former bfloat16 elements have two streams of zeros, which take almost no space.
-        use_byte_stream_split=["activation.list.element"],
+        # compress well; former bfloat16 elements have two streams of zeros, which take almost no space. Not of float16:
+        # some readers, such as DuckDB, cannot read these.
+        use_byte_stream_split=["activation.list.element"] if portable(acts.dtype).itemsize > 2 else False,  # noqa: PLR2004
     ) as file:
         for batch, num_bytes in batches_of(acts, schema):
             if batch.num_rows:

@@ -129,6 +129,19 @@ def test_dtypes_in_exports(tmp_path):
         assert (item.value_type.to_pandas_dtype(), item.list_size) == (kept, 4)
 
 
+def test_parquet_exports_of_float16_have_only_encodings_that_all_readers_know(tmp_path):
+    """DuckDB and older readers know BYTE_STREAM_SPLIT of float32, but not of float16."""
+    for dtype, is_split in ((np.float16, False), (np.float32, True)):
+        activations(np.ones((1, 2, 4)), dtype=dtype).export(tmp_path / "x.parquet", overwrite=True)
+        group = pyarrow.parquet.ParquetFile(tmp_path / "x.parquet").metadata.row_group(0)
+        (column,) = (
+            group.column(number)
+            for number in range(group.num_columns)
+            if group.column(number).path_in_schema.startswith("activation")
+        )
+        assert ("BYTE_STREAM_SPLIT" in column.encodings) == is_split
+
+
 async def test_exports_from_memory_and_from_the_store_are_the_same(client, reply, tmp_path):
     acts = await client.activations(reply)
     for name in ("npz", "safetensors", "parquet"):
