@@ -95,6 +95,11 @@ def read_safetensors(path: str | os.PathLike[str]) -> tuple[Arrays, dict[str, st
             return arrays, file.metadata() or {}
     except SafetensorError as error:
         raise InvalidRequest(f"{path} is not a safetensors file: {error}", reason="INVALID_FIELD") from None
+    except AttributeError:  # safetensors looks for numpy's type of this name
+        raise InvalidRequest(
+            f"{path} has tensors of float8 or another type that numpy lacks. Convert them to float32.",
+            reason="INVALID_FIELD",
+        ) from None
 
 
 def _block(arrays: Arrays, key: tuple[int, str], layers: tuple[int, ...], manifest: Manifest) -> AnyBlock:

@@ -151,8 +151,8 @@ class Probe:
             name: The name.
 
         Raises:
-            InvalidRequest: The model is not linear, is not fitted, has other steps before it, or computes something else
-                of its weights, as SVC does for three or more classes.
+            InvalidRequest: The model is not linear, is not fitted, has other steps before it, or computes something
+                else of its weights, as SVC does for three or more classes.
 
         Example:
             >>> classifier = LogisticRegression().fit(rows, labels)

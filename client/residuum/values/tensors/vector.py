@@ -225,6 +225,11 @@ def _read_safetensors(file: Path) -> dict[str, npt.NDArray[Any]]:
         return dict(load_file(file))
     except SafetensorError as error:
         raise BadVector(f"{file.name} is not a safetensors file: {error}", reason="INVALID_FIELD") from None
+    except AttributeError:  # safetensors looks for numpy's type of this name
+        raise BadVector(
+            f"{file.name} has tensors of float8 or another type that numpy lacks. Convert them to float32.",
+            reason="WRONG_DTYPE",
+        ) from None
 
 
 def _named(name: str, array: npt.ArrayLike) -> Vector:
