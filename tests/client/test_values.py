@@ -430,6 +430,7 @@ def test_layers_of_the_wrong_type_are_refused_with_advice():
     "use",
     [
         lambda rows: residuum.SAE(np.eye(8), np.eye(8)).encode(rows),
+        lambda rows: residuum.SAE(np.eye(8), np.eye(8)).decode(rows),
         lambda rows: residuum.LensMap(np.eye(8)).apply(rows),
         lambda rows: residuum.EMA(0.5).apply(rows),
         lambda rows: residuum.Rule("p", above=2.5).fires_at(rows[:, 0]),

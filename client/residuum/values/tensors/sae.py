@@ -144,7 +144,7 @@ class SAE:
         Raises:
             BadSAE: There is another number of features.
         """
-        f = np.asarray(features)
+        f = np.asarray(without_torch(features))
         f = f if f.dtype == np.float64 else f.astype(np.float32)
         if f.shape[-1:] != (self.features,):
             raise _bad(f"decode takes [..., {self.features}], not {list(f.shape)}.")
