@@ -246,6 +246,12 @@ class TestScikitLearn:
         probe = residuum.Probe.from_sklearn(model, layer=3)
         np.testing.assert_allclose(probe.score(self.X), expected, rtol=1e-4, atol=1e-3)
 
+    def test_a_model_with_sparse_weights(self):
+        linear_model = pytest.importorskip("sklearn.linear_model")
+        model = linear_model.LogisticRegression(max_iter=1000).fit(self.X, self.LABELS)
+        dense = residuum.Probe.from_sklearn(model, layer=3)
+        assert residuum.Probe.from_sklearn(model.sparsify(), layer=3) == dense
+
     @pytest.mark.parametrize("name", ["SVC", "NuSVC"])
     @pytest.mark.parametrize("scaled", [False, True])
     def test_a_support_vector_machine_has_scores_of_two_classes_only(self, name, scaled):

@@ -46,7 +46,8 @@ def of_sklearn(model: Any) -> LinearModel:
             "such as LogisticRegression first."
         )
     _check_outputs(model)
-    weights = np.asarray(model.coef_, np.float64)
+    coefficients = model.coef_.toarray() if hasattr(model.coef_, "toarray") else model.coef_  # after sparsify()
+    weights = np.asarray(coefficients, np.float64)
     bias = np.asarray(model.intercept_, np.float64)
     for scaler in reversed(scalers):  # x -> (x - mean) / scale
         if scaler.scale_ is not None:
