@@ -246,6 +246,19 @@ class TestScikitLearn:
         probe = residuum.Probe.from_sklearn(model, layer=3)
         np.testing.assert_allclose(probe.score(self.X), expected, rtol=1e-4, atol=1e-3)
 
+    @pytest.mark.parametrize("scaled", [False, True])
+    def test_a_frozen_model(self, scaled):
+        frozen, linear_model = pytest.importorskip("sklearn.frozen"), pytest.importorskip("sklearn.linear_model")
+        from sklearn.pipeline import make_pipeline
+        from sklearn.preprocessing import StandardScaler
+
+        model = make_pipeline(*[StandardScaler()] * scaled, linear_model.LogisticRegression(max_iter=1000))
+        model.fit(self.X, self.LABELS)
+        for inner in (model, model[-1]):
+            assert residuum.Probe.from_sklearn(frozen.FrozenEstimator(inner), layer=3) == residuum.Probe.from_sklearn(
+                inner, layer=3
+            )
+
     def test_a_model_with_sparse_weights(self):
         linear_model = pytest.importorskip("sklearn.linear_model")
         model = linear_model.LogisticRegression(max_iter=1000).fit(self.X, self.LABELS)

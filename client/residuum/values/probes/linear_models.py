@@ -36,6 +36,8 @@ def of_sklearn(model: Any) -> LinearModel:
         InvalidRequest: The model is not linear or not fitted, or the pipeline has other steps.
     """
     model = getattr(model, "best_estimator_", model)  # of a GridSearchCV
+    if "FrozenEstimator" in _class_names(model):
+        model = model.estimator
     scalers: list[Any] = []
     if hasattr(model, "steps"):
         *before, (_, model) = model.steps
