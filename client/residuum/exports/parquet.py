@@ -9,6 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from residuum.exports.arrow import KEYS, batches_of, check_width, schema_of
 from residuum.exports.formats import Advance
 from residuum.exports.parts import portable
@@ -35,7 +37,7 @@ def write(acts: Activations, path: Path, advance: Advance) -> None:
         # Byte-stream split stores each byte of an element in its own stream. Signs and exponents are similar, so they
         # compress well; former bfloat16 elements have two streams of zeros, which take almost no space. Not of float16:
         # some readers, such as DuckDB, cannot read these.
-        use_byte_stream_split=["activation.list.element"] if portable(acts.dtype).itemsize > 2 else False,  # noqa: PLR2004
+        use_byte_stream_split=["activation.list.element"] if portable(acts.dtype) == np.float32 else False,
     ) as file:
         for batch, num_bytes in batches_of(acts, schema):
             if batch.num_rows:
