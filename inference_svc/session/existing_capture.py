@@ -26,6 +26,8 @@ class Stops(NamedTuple):
     """The model's own EOS token; None if the request ignores it."""
     are_shown: bool = False
     """Whether the text includes the stop string or stop token (vLLM's `include_stop_str_in_output`)."""
+    min_tokens: int = 0
+    """No stop string ends a sequence of at most this many tokens."""
 
 
 @dataclass(frozen=True)
@@ -67,16 +69,19 @@ async def kept_sequences(
         token_ids, ended = list(sequence.generated_token_ids), sequence.finish_reason
         prompt, last, stopped_by = manifest.description.prompt_token_ids, None, ""
         text = await text_of(prompt, token_ids)
-        if token_ids and ended == "stop":
+        # A rule may end a sequence at a token at which vLLM stops, too. Then the text ends where vLLM ends it.
+        if token_ids and ended in {"stop", FINISH_REASON}:
             earlier = await text_of(prompt, token_ids[:-1])
             is_token = token_ids[-1] == stops.eos_token_id or token_ids[-1] in stops.token_ids
             # vLLM looks for stop strings in the text that it shows, which a stop token may end before.
-            at, stopped_by = _stop_of(text, earlier, () if is_token and not stops.are_shown else stops.strings)
+            has_strings = len(token_ids) > stops.min_tokens and (stops.are_shown or not is_token)
+            at, stopped_by = _stop_of(text, earlier, stops.strings if has_strings else ())
             if stopped_by:
                 text = text[: at + len(stopped_by) if stops.are_shown else at]
-            else:  # a stop token, perhaps one of the model's further EOS tokens
+            elif is_token or ended == "stop":  # a stop token, perhaps one of the model's further EOS tokens
                 text = text if stops.are_shown else earlier
-                last = None if token_ids[-1] == stops.eos_token_id else token_ids[-1]
+                has_last = ended == "stop" and token_ids[-1] != stops.eos_token_id
+                last = token_ids[-1] if has_last else None
         texts = sequence.token_texts
         if token_texts_of is not None and len(texts.lengths) != len(token_ids):  # the capture is older than these texts
             texts = await token_texts_of(prompt, token_ids)

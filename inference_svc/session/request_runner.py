@@ -219,7 +219,7 @@ class RequestRunner:
         """Return the events of a request whose result is a capture that exists already."""
         replies = self._engine.replies
         eos_token_id = None if sampling.ignore_eos else replies.eos_token_id
-        stops = Stops(sampling.stop, sampling.stop_token_ids, eos_token_id)
+        stops = Stops(sampling.stop, sampling.stop_token_ids, eos_token_id, min_tokens=sampling.min_tokens)
         kept = await kept_sequences(existing, stops, replies.text, replies.token_texts)
         return replay(existing, kept, handle, count_sent)
 

@@ -225,7 +225,7 @@ def _stops(sampling: Any, replies: ReplyReader) -> Stops:
     """Return what vLLM stops at, from its sampling parameters."""
     eos_token_id = None if sampling.ignore_eos else replies.eos_token_id
     shown = sampling.include_stop_str_in_output
-    return Stops(sampling.stop or (), sampling.stop_token_ids or (), eos_token_id, shown)
+    return Stops(sampling.stop or (), sampling.stop_token_ids or (), eos_token_id, shown, sampling.min_tokens)
 
 
 async def _no_text(_token_ids: Sequence[int]) -> str:

@@ -11,7 +11,7 @@ from inference_svc.admission.sampling import sampling_digest
 from inference_svc.engine.streams import Delta
 from inference_svc.session.existing_capture import Stops, kept_sequences
 from residuum.rpc.channels import open_aio_channel
-from residuum.v1 import capture_pb2, inference_pb2, store_pb2, store_pb2_grpc
+from residuum.v1 import capture_pb2, inference_pb2, rule_pb2, store_pb2, store_pb2_grpc
 from store_svc.server import Store
 from store_svc.settings import StoreSettings
 from tests.inference.service_support import (
@@ -209,6 +209,31 @@ async def test_a_skipped_reply_ends_before_each_eos_token_of_the_model(asked, la
     stops = Stops(["unused"], asked.get("stop_token_ids", []), 9)
     (kept,) = await kept_sequences(capture_pb2.CaptureManifest(sequences=[sequence]), stops, text_of)
     assert (kept.text, kept.stop_reason, kept.stop_token_id) == (" 1", "", reported)
+
+
+@pytest.mark.parametrize(
+    ("stops", "text"),
+    [
+        (Stops([" 9"], [], None), " 1"),
+        (Stops([" 9"], [], None, are_shown=True), " 1 9"),
+        (Stops([" 9"], [], None, min_tokens=2), " 1 9"),
+        (Stops([], [9], None), " 1"),
+        (Stops([], [], 9), " 1"),
+        (Stops([], [], 8), " 1 9"),
+    ],
+    ids=["string", "shown", "min_tokens", "token", "eos", "none"],
+)
+async def test_a_skipped_reply_that_a_rule_ended_has_no_stop_of_vllm_in_its_text(stops, text):
+    """The rule fires at the token at which vLLM stops."""
+
+    async def text_of(prompt_token_ids, token_ids):
+        return "".join(f" {token}" for token in token_ids)
+
+    event = rule_pb2.RuleEvent(rule="end", token=1, action=rule_pb2.RULE_ACTION_ABORT)
+    sequence = capture_pb2.SequenceOutcome(generated_token_ids=[1, 9], finish_reason="rule")
+    manifest = capture_pb2.CaptureManifest(sequences=[sequence], rule_events=[event])
+    (kept,) = await kept_sequences(manifest, stops, text_of)
+    assert (kept.text, kept.finish_reason, kept.stop_reason, kept.stop_token_id) == (text, "rule", "end", None)
 
 
 async def test_a_prompt_without_a_reply_is_skipped(service):
