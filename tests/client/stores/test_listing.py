@@ -106,6 +106,13 @@ def _without_tokens(answer):
 NO_TOKENS = st.none() | st.integers() | st.lists(st.integers() | st.dictionaries(st.text(), st.integers(), min_size=1))
 
 
+def test_a_store_that_is_too_old_for_where_is_named():
+    listing = Listing([StoreAddress("a", "a:1")], store_pb2.ListCapturesRequest(where="split = test"))
+    ((address, _),) = listing.due()
+    with pytest.raises(residuum.ServerFault, match=r"The store a is too old to filter .* \(where\)"):
+        listing.add(address, store_pb2.ListCapturesResponse(captures=[store_pb2.CaptureSummary(capture_id="n-1")]))
+
+
 @given(st.text(min_size=1) | NO_TOKENS.map(lambda value: base64.urlsafe_b64encode(json.dumps(value).encode()).decode()))
 def test_foreign_page_tokens_are_refused_with_a_reason(token):
     with pytest.raises(residuum.InvalidRequest, match="Start from the first page"):

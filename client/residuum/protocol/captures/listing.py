@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from residuum import exceptions as exc
 from residuum.v1 import store_pb2
+from residuum.wire.labels import parse_where, to_dict
 from residuum.wire.placement import StoreAddress
 
 _DONE = None
@@ -53,6 +54,7 @@ class Listing:
             place: Where the list continues; None starts a new one.
         """
         self._request = request
+        self._conditions = parse_where(request.where)
         self._stores = stores
         at = place.stores if place else {}
         self._places: dict[str, str | None] = {store.name: at.get(store.name, "") for store in stores}
@@ -79,8 +81,18 @@ class Listing:
         return asked
 
     def add(self, store: StoreAddress, page: store_pb2.ListCapturesResponse) -> None:
-        """Add a page that was due."""
+        """Add a page that was due.
+
+        Raises:
+            ServerFault: The store is too old for the filter: it lists captures that do not match.
+        """
         name, captures = store.name, deque(page.captures)
+        if not all(condition.holds(to_dict(item.labels)) for condition in self._conditions for item in captures):
+            # An older store ignores `where`, in silence, and what it lists may be about to be deleted.
+            raise exc.ServerFault(
+                f"The store {name} is too old to filter captures by their labels (where). Upgrade it, or name the "
+                "captures."
+            )
         self._next[name] = page.next_page_token or _DONE
         while name in self._skipping and captures:
             if captures[0].open_time.ToNanoseconds() > self._newest:
