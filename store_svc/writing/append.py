@@ -204,7 +204,7 @@ def _content(data: memoryview, capture_id: str) -> tuple[memoryview, ChunkView] 
     if len(data) > MAX_CHUNK_BYTES:
         return invalid("chunk", f"a chunk has at most {MAX_CHUNK_BYTES} bytes, not {len(data)}")
     try:
-        chunk = parse_chunk(data)
+        chunk = parse_chunk(data, is_to_be_kept=True)
     except FrameError as error:
         return invalid("chunk", str(error))
     if not chunk.verify():

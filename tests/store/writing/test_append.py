@@ -152,6 +152,14 @@ def chunk_with(**header: object) -> bytes:
     return chunk.SerializeToString()
 
 
+def payload_first() -> bytes:
+    """Make a chunk whose payload comes before its other fields."""
+    chunk = capture_pb2.Chunk.FromString(make_chunk([0], [0]))
+    payload = capture_pb2.Chunk(payload=chunk.payload).SerializeToString()
+    chunk.ClearField("payload")
+    return payload + chunk.SerializeToString()
+
+
 BAD_CHUNKS = {
     "no such layer": make_chunk([0, 7], [0]),
     "no such site": make_chunk([0], [0], site=PRE),
@@ -162,6 +170,9 @@ BAD_CHUNKS = {
     "payload too short": chunk_with(positions=[0, 1, 2]),
     "layers that do not ascend": make_chunk([1, 0], [0]),
     "no header": capture_pb2.Chunk(payload=b"x").SerializeToString(),
+    "payload first": payload_first(),
+    "unknown field after the payload": make_chunk([0], [0]) + b"\xaa\x01\x00",
+    "two payloads": capture_pb2.Chunk(payload=b"x").SerializeToString() + make_chunk([0], [0]),
     "not a chunk": b"\xff\xff\xff",
     "over 2 MiB": make_chunk([0], [0]) + b"\xaa\x01\x00" * 800_000,
 }

@@ -233,15 +233,21 @@ def placed_view(chunk: store_pb2.PlacedChunk, payloads: Payloads | None) -> Chun
     return ChunkView(chunk.header, chunk.crc32c, payload, is_placed=True)
 
 
-def parse_chunk(data: Buffer) -> ChunkView:
+def parse_chunk(data: Buffer, *, is_to_be_kept: bool = False) -> ChunkView:
     """Parse a Chunk and check that its header describes its payload, without copying the payload.
 
+    Args:
+        data: The bytes of the Chunk.
+        is_to_be_kept: Check also that the payload is its last field, so that `split_chunk` can split it.
+
     Raises:
-        FrameError: The bytes are not a Chunk, or its header does not match its payload.
+        FrameError: The bytes are not a Chunk, its header does not match its payload, or it cannot be kept.
     """
-    header, crc32c, payload = None, 0, memoryview(b"")
+    header, crc32c, payload = None, 0, None
     layer_crc32c: tuple[int, ...] = ()
     for number, value in _fields(memoryview(data)):
+        if is_to_be_kept and payload is not None:
+            raise FrameError("the payload must be the last field of a chunk")
         if number == _CHUNK_HEADER and isinstance(value, memoryview):
             header = _parse(capture_pb2.ChunkHeader, value)
         elif number == _CHUNK_CRC32C and isinstance(value, int):
@@ -252,6 +258,7 @@ def parse_chunk(data: Buffer) -> ChunkView:
             payload = value
     if header is None:
         raise FrameError("the chunk has no header")
+    payload = memoryview(b"") if payload is None else payload
     check_header(header, len(payload))
     check_layer_checksums(header, layer_crc32c)
     return ChunkView(header, crc32c, payload, layer_crc32c=layer_crc32c)
