@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
+Lock = asyncio.Lock
 _WORK_SECONDS = 0.001
 """The time that tasks may work in a turn of the event loop before others have to wait. Waits cost time, too."""
 _TASK_SECONDS = 0.0002

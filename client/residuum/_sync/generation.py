@@ -31,7 +31,7 @@ from residuum.protocol.requests import (
 )
 from residuum.rpc import tracing
 from residuum.transport.batches import BatchPlan, BatchResults, Outage, Steering
-from residuum.v1 import inference_pb2, steering_pb2
+from residuum.v1 import inference_pb2
 from residuum.values.captures.capture import Capture
 from residuum.values.captures.manifest_names import to_datetime
 from residuum.values.probes.probe import Probe
@@ -54,6 +54,7 @@ class GenerationClient(UploadClient):
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self._server_reads: frozenset[str] = frozenset()  # the newer fields that the server is known to read
+        self._asking = io.Lock()  # held while the client asks for them: requests that start together ask once
         self._turns = io.Turns()
 
     def generate(
@@ -324,7 +325,7 @@ class GenerationClient(UploadClient):
         if rows := stored_rows(plan.operations):
             plan = plan.filled(self._read_rows(rows, {}))
         request = inference_pb2.RegisterRequestRequest(spec=plan.spec)
-        self._check_understood(plan.spec.steering, plan.probes)
+        self._check_understood(plan.spec, plan.probes)
         answer = self._call(self.endpoint, self._inference.RegisterRequest, request, request_id=request_id or "")
         with vector_upload.naming_owner(plan.operations, plan.probes):
             self._send(vector_upload.only(plan.vectors, answer.missing_digests))
@@ -364,7 +365,7 @@ class GenerationClient(UploadClient):
         plan = plan_steering(request_id, steer)
         if rows := stored_rows(plan.operations):
             plan = plan.filled(self._read_rows(rows, {}))
-        self._check_understood(plan.request.steering)
+        self._check_understood(inference_pb2.RequestSpec(steering=plan.request.steering))
         with vector_upload.naming_owner(plan.operations):
             self._provide(plan.vectors)
         try:
@@ -450,7 +451,7 @@ class GenerationClient(UploadClient):
         """Start a generation and wait until the request is accepted. `known` keeps the stored rows that it reads."""
         if rows := stored_rows(plan.operations):
             plan = plan.filled(self._read_rows(rows, known, timeout))
-        self._check_understood(plan.request.spec.steering, plan.probes)
+        self._check_understood(plan.request.spec, plan.probes, plan.request.sampling)
         with vector_upload.naming_owner(plan.operations, plan.probes):
             self._provide(plan.vectors)
         self._provide_sae(plan.sae)
@@ -477,9 +478,16 @@ class GenerationClient(UploadClient):
         self._channels.note_answer(self.endpoint)
         return call, builder
 
-    def _check_understood(self, steering: steering_pb2.SteeringSpec, probes: Sequence[Probe] = ()) -> None:
-        """Check that the server reads all parts of the steering and of the probes; see `older_servers`."""
-        needed = older_servers.needed_parts(steering, probes)
+    def _check_understood(
+        self,
+        spec: inference_pb2.RequestSpec,
+        probes: Sequence[Probe] = (),
+        sampling: inference_pb2.SamplingParameters | None = None,
+    ) -> None:
+        """Check that the server reads all parts of a request; see `older_servers`."""
+        needed = older_servers.needed_parts(spec, probes, sampling)
         if not needed <= self._server_reads:
-            self._server_reads = older_servers.known_parts(self.info())
+            with self._asking:
+                if not needed <= self._server_reads:
+                    self._server_reads = older_servers.known_parts(self.info())
             older_servers.check_parts(needed, self._server_reads)

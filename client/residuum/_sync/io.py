@@ -36,6 +36,7 @@ _Result = TypeVar("_Result")
 
 open_channel = channels.open_channel
 sleep = time.sleep
+Lock = threading.Lock
 Turns = nullcontext
 """Threads need no turns: each sends its request when it has built the message."""
 

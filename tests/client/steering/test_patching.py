@@ -77,7 +77,7 @@ async def test_what_a_sweep_sends(client, peer):
     assert calls["Generate"] == 2 + 2 * (2 + rows), "both prompts, then two answers of each prompt and of each row"
     assert (calls["FindMissingVectors"], calls["PutVectors"], peer.vectors_received) == (1, 1, rows)
     assert calls.keys() == {"Generate", "FindMissingVectors", "PutVectors", "GetModelInfo"}
-    assert calls["GetModelInfo"] <= 2
+    assert calls["GetModelInfo"] <= 3
     _, scored = requests_of(peer)
     bare = [request.ByteSize() for request in scored if not request.spec.steering.operations]
     patched = [request.ByteSize() for request in scored if request.spec.steering.operations]

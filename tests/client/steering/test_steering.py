@@ -146,6 +146,39 @@ async def test_rows_are_set_at_the_site_where_they_were_captured(client):
     assert {item.site for item in residuum.Set.from_activations(acts.select(site="resid_post"))} == {"resid_post"}
 
 
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"capture": residuum.Capture(labels={"split": "test"})}, "would keep neither labels"),
+        ({"capture": residuum.Capture(keep_prompt=True)}, "would keep neither labels"),
+        ({"json_schema": {"type": "object"}}, "would ignore some of the sampling parameters"),
+        ({"bad_words": ["no"]}, "would ignore some of the sampling parameters"),
+        ({"logprobs": 0}, "would ignore some of the sampling parameters"),
+    ],
+)
+async def test_a_server_that_would_ignore_a_part_is_not_asked(client, peer, given, told):
+    peer.script.is_old = True
+    with pytest.raises(residuum.InvalidRequest, match=f"older than the client, and {told}"):
+        await client.generate("a", max_tokens=1, **given)
+    if "capture" in given:
+        with pytest.raises(residuum.InvalidRequest, match=told):
+            await client.register(**given)
+    assert not peer.used
+    await client.generate("a", max_tokens=1, capture=residuum.Capture(), temperature=0.5, stop=["x"])
+    peer.script.is_old = False
+    for _ in range(2):
+        await client.generate("a", max_tokens=1, **given)
+    assert peer.calls.count("GetModelInfo") == 2 + ("capture" in given)
+
+
+async def test_a_server_without_rules_is_not_asked(client, peer):
+    peer.script.has_rules = False
+    rule = residuum.Rule(residuum.Probe(JOY, layer=1, name="joy"), above=1)
+    with pytest.raises(residuum.InvalidRequest, match="This server has no rules"):
+        await client.generate("a", max_tokens=1, rules=[rule])
+    assert not peer.used
+
+
 async def test_a_server_that_would_ignore_the_site_is_not_asked(client, peer):
     operation = residuum.Add(JOY, layer=1, site="mlp_out")
     peer.script.is_old = True

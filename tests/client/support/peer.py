@@ -129,6 +129,7 @@ class Script:
     default_encoding: int = capture_pb2.ENCODING_RAW
     places: Callable | None = None  # returns a context for the time that a generation runs, which may refuse it
     may_rule_steer: bool = False  # refuse updatable requests, as with an operator's rule that steers
+    has_rules: bool = True  # of probes
     is_old: bool = False  # an older service, which reports neither its clock nor its check of the store
 
 
@@ -180,6 +181,7 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
             reductions=facts().reductions, default_encoding=self.script.default_encoding,
             limits=inference_pb2.Limits(
                 max_model_len=4096, max_operations=256, max_vectors=1000, max_probe_outputs=256,
+                max_rules=16 if self.script.has_rules else 0,
                 capture_pool_bytes=3 << 30, ring_bytes=1 << 28, table_bytes=5 << 20,
             ),
             vllm_version="0.0.peer", server_version="0.1.0", store_endpoints=stores,
