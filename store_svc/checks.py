@@ -237,6 +237,17 @@ def check_number(field: str, given: int, most: int, does: str) -> None:
         raise invalid(field, f"one call {does} 1 to {most} captures, not {given}")
 
 
+def check_states(states: Iterable[capture_pb2.CaptureState.ValueType]) -> None:
+    """Check the states of a filter. A newer caller's state would select nothing, in silence.
+
+    Raises:
+        Failure: INVALID_FIELD if a state does not exist.
+    """
+    for state in states:
+        if state == capture_pb2.CAPTURE_STATE_UNSPECIFIED or state not in capture_pb2.CaptureState.values():
+            raise invalid("states", f"there is no state {int(state)}")
+
+
 def read_where(where: str) -> tuple[Condition, ...]:
     """Return the conditions of a filter on labels.
 

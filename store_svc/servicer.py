@@ -34,7 +34,7 @@ from store_svc.captures.capture_names import (
 )
 from store_svc.captures.catalog import Catalog, Feed
 from store_svc.captures.labels import LabelReader, matches
-from store_svc.checks import check_many, check_number, check_service_instance, invalid, read_where
+from store_svc.checks import check_many, check_number, check_service_instance, check_states, invalid, read_where
 from store_svc.database.db import Database
 from store_svc.item_errors import item_error
 from store_svc.metrics import StoreMetrics
@@ -227,6 +227,7 @@ class StoreServicer:
     ) -> store_pb2.ListCapturesResponse:
         """See store.proto."""
         scope = resolve_scope(current_caller(), request)
+        check_states(request.states)
         conditions = read_where(request.where)
         before = read_token(self._store_id, request, scope)
         size = min(request.page_size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)

@@ -23,7 +23,7 @@ from store_svc.archive.fetching import Fetcher
 from store_svc.captures.capture_names import CaptureName
 from store_svc.captures.catalog import Catalog
 from store_svc.captures.labels import LabelReader, matches
-from store_svc.checks import invalid, read_where
+from store_svc.checks import check_states, invalid, read_where
 from store_svc.database.db import Database, Table
 from store_svc.database.keys import pack_number
 from store_svc.reading.open_read import check_not_cancelled
@@ -191,6 +191,7 @@ def check_search(request: store_pb2.SearchRequest) -> None:
     ):
         if value not in kind.values():
             raise invalid(field, f"there is no {field} {int(value)}")
+    check_states(request.states)
     if not 1 <= request.max_hits <= MAX_SEARCH_HITS:
         raise invalid("max_hits", f"must be 1 to {MAX_SEARCH_HITS}, not {request.max_hits}")
     if request.context_tokens > MAX_SEARCH_CONTEXT:

@@ -301,7 +301,8 @@ class StoreServiceServicer:
         """Lists captures, newest first.
 
         Errors:
-        * INVALID_ARGUMENT, INVALID_FIELD: the page token comes from another store, or belongs to another filter.
+        * INVALID_ARGUMENT, INVALID_FIELD: the page token comes from another store, or belongs to another filter; a state does
+        not exist, or `where` cannot be parsed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -168,7 +168,8 @@ class StoreServiceStub:
     """Lists captures, newest first.
 
     Errors:
-    * INVALID_ARGUMENT, INVALID_FIELD: the page token comes from another store, or belongs to another filter.
+    * INVALID_ARGUMENT, INVALID_FIELD: the page token comes from another store, or belongs to another filter; a state does
+      not exist, or `where` cannot be parsed.
     """
     ReadChunks: _grpc.UnaryStreamMultiCallable[_store_pb2.ReadChunksRequest, _store_pb2.ReadChunksResponse]
     """Sends the rows of a capture. With `follow` it continues until the capture has ended, and sends rows as they come.
@@ -425,7 +426,8 @@ class StoreServiceAsyncStub(StoreServiceStub):
     """Lists captures, newest first.
 
     Errors:
-    * INVALID_ARGUMENT, INVALID_FIELD: the page token comes from another store, or belongs to another filter.
+    * INVALID_ARGUMENT, INVALID_FIELD: the page token comes from another store, or belongs to another filter; a state does
+      not exist, or `where` cannot be parsed.
     """
     ReadChunks: _aio.UnaryStreamMultiCallable[_store_pb2.ReadChunksRequest, _store_pb2.ReadChunksResponse]  # type: ignore[assignment]
     """Sends the rows of a capture. With `follow` it continues until the capture has ended, and sends rows as they come.
@@ -727,7 +729,8 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
         """Lists captures, newest first.
 
         Errors:
-        * INVALID_ARGUMENT, INVALID_FIELD: the page token comes from another store, or belongs to another filter.
+        * INVALID_ARGUMENT, INVALID_FIELD: the page token comes from another store, or belongs to another filter; a state does
+          not exist, or `where` cannot be parsed.
         """
 
     @_abc_1.abstractmethod

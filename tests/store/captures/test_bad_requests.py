@@ -112,6 +112,13 @@ def test_page_tokens_that_are_not_the_stores(client: Client, token: str) -> None
     assert caught[0].metadata == {"field": "page_token"}
 
 
+@pytest.mark.parametrize("state", [0, 99])
+def test_a_filter_by_a_state_that_does_not_exist(client: Client, state: int) -> None:
+    with failing_with(INVALID) as caught:
+        client.stub.ListCaptures(store_pb2.ListCapturesRequest(states=[COMPLETE, state]))
+    assert caught[0].metadata == {"field": "states"}
+
+
 @pytest.mark.parametrize(("seconds", "nanos"), [(-5, 0), (0, -1), (10**18, 0)])
 def test_waits_of_any_length_are_accepted(client: Client, seconds: int, nanos: int) -> None:
     client.open(describe(prompt=0))

@@ -332,6 +332,7 @@ def test_hits_of_a_damaged_chunk_are_left_out(tmp_path):
         {"context_tokens": 65},
         {"site": 99},
         {"measure": 7},
+        {"states": [7]},
         {"order": 7},
         {"where": "y ~ 1"},
         {"capture_ids": ["a"], "prefix": "a"},
