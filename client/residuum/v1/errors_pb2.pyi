@@ -127,10 +127,14 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """The reason of a failure.
 
-    Every failed call carries a google.rpc.Status in the trailing metadata "grpc-status-details-bin" with one
-    google.rpc.ErrorInfo. Its `domain` is "residuum.dev", and its `reason` is the name of one of these values without the
-    prefix "ERROR_REASON_". `ErrorInfo.metadata` holds the message's variable parts. Each reason below is listed with its
-    gRPC code.
+    Every call that a service refuses or fails carries a google.rpc.Status in the trailing metadata
+    "grpc-status-details-bin" with one google.rpc.ErrorInfo. Its `domain` is "residuum.dev", and its `reason` is the name of
+    one of these values without the prefix "ERROR_REASON_". `ErrorInfo.metadata` holds the message's variable parts. Each
+    reason below is listed with its gRPC code.
+
+    A call that gRPC itself fails has a code and no reason. On the server's side: RESOURCE_EXHAUSTED (a message is longer
+    than 4 MiB), UNIMPLEMENTED (the server is too old for the method, or the message is compressed), DEADLINE_EXCEEDED, and
+    INTERNAL (the call's metadata is malformed).
     """
 
 ERROR_REASON_UNSPECIFIED: ErrorReason.ValueType  # 0

@@ -690,7 +690,9 @@ class PutVectorResult(_message.Message):
     """The digest that the client sent."""
     @_builtins.property
     def error(self) -> _errors_pb2.ItemError:
-        """Why the server refused it: DIGEST_MISMATCH, WRONG_LENGTH, WRONG_DTYPE or BAD_VALUES. Unset: it was accepted."""
+        """Why the server refused it: DIGEST_MISMATCH, WRONG_LENGTH, WRONG_DTYPE or BAD_VALUES; LIMIT_REACHED or
+        QUOTA_EXCEEDED: registered and running requests need the room for vectors. Unset: it was accepted.
+        """
 
     def __init__(
         self,
@@ -939,9 +941,11 @@ class SamplingParameters(_message.Message):
     top_p: _builtins.float
     """Sample from the most likely tokens whose probabilities add up to this; above 0, at most 1. Unset: 1."""
     top_k: _builtins.int
-    """Sample from this many most likely tokens. Unset or 0: all."""
+    """Sample from this many most likely tokens; at most 2147483647. Unset or 0: all."""
     seed: _builtins.int
-    """The random seed, which makes sampling repeatable. Sequence i uses seed + i. Unset: a random seed."""
+    """The random seed, which makes sampling repeatable; at most 9223372036854775807. Sequence i uses seed + i. Unset: a
+    random seed.
+    """
     ignore_eos: _builtins.bool
     """Continue after the end-of-sequence token."""
     num_sequences: _builtins.int

@@ -47,7 +47,7 @@ Global___DataType: _TypeAlias = DataType  # noqa: Y015
 
 @_typing.final
 class Vector(_message.Message):
-    """A vector of the residual stream's width. A client sends it once and then names it by its digest.
+    """A vector, as long as the rows that it is for. A client sends it once and then names it by its digest.
 
     The digest is the SHA-256 of this canonical byte string, which any language can build:
 
@@ -71,8 +71,8 @@ class Vector(_message.Message):
     dtype: Global___DataType.ValueType
     """The element type of `values`. Servers of this version accept DATA_TYPE_FLOAT32."""
     values: _builtins.bytes
-    """The elements, little-endian, densely packed. Every element must be finite. The number of elements must equal the
-    model's hidden size.
+    """The elements, little-endian, densely packed. Every element must be finite. Their number must be the model's hidden
+    size, or the length of the rows at another site at which rows can be steered.
     """
     def __init__(
         self,
