@@ -94,6 +94,10 @@ def _check_origin(description: capture_pb2.CaptureDescription) -> None:
         check_service_instance("description.service_instance", description.service_instance)
     if len(description.sampling_digest) > DIGEST_BYTES:
         raise invalid("description.sampling_digest", f"must have at most {DIGEST_BYTES} bytes")
+    try:
+        description.request_time.ToJsonString()  # as readers of the manifest convert it
+    except ValueError as error:
+        raise invalid("description.request_time", str(error)) from None
 
 
 def check_service_instance(field: str, name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from google.protobuf import timestamp_pb2
 
 from residuum.rpc.errors import Reason
 from residuum.v1 import capture_pb2, selection_pb2, store_pb2, tensor_pb2
@@ -37,6 +38,15 @@ BAD_DESCRIPTIONS = {
     "too many layers": {"num_layers": 1 << 20},
     "a name that is a novel": {"model": "x" * (MAX_NAME_LENGTH + 1)},
 }
+
+
+@pytest.mark.parametrize("time", [{"seconds": 1 << 62}, {"nanos": -5}, {"seconds": -(1 << 62)}])
+def test_a_time_that_no_reader_can_convert_is_refused(client: Client, time: dict[str, int]) -> None:
+    description = describe()
+    description.request_time.MergeFrom(timestamp_pb2.Timestamp(**time))
+    with failing_with(INVALID) as caught:
+        client.open(description)
+    assert caught[0].metadata == {"field": "description.request_time"}
 
 
 @pytest.mark.parametrize("name", BAD_DESCRIPTIONS)
