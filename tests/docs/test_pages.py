@@ -151,7 +151,7 @@ def test_the_reference_has_every_setting_with_a_description(service: str, settin
 def test_every_flag_that_pages_name_exists():
     others = {"--help", "--version", "--shm-size", "--profile"}  # ours for programs, Docker's
     others |= {"--worker-cls", "--api-key", "--api-server-count", "--gpu-memory-utilization"}  # vLLM's
-    others |= {"--kv-cache-memory-bytes", "--middleware", "--shutdown-timeout"}
+    others |= {"--kv-cache-memory-bytes", "--kv-sharing-fast-prefill", "--middleware", "--shutdown-timeout"}
     known = set(re.findall(r"`(--[a-z-]+)", "\n".join([*generated.commands(), *generated.settings("inference"),
                 *generated.settings("store")]))) | others | {"--config"}  # fmt: skip
     for page in PAGES:
