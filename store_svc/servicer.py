@@ -14,7 +14,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, store_pb2
-from residuum.wire.labels import Condition
+from residuum.wire.labels import Condition, matches
 from residuum.wire.limits import (
     DEFAULT_PAGE_SIZE,
     MAX_CAPTURES_PER_DELETION,
@@ -33,7 +33,7 @@ from store_svc.captures.capture_names import (
     unknown_capture,
 )
 from store_svc.captures.catalog import Catalog, Feed
-from store_svc.captures.labels import LabelReader, matches
+from store_svc.captures.labels import LabelReader
 from store_svc.checks import check_many, check_number, check_service_instance, check_states, invalid, read_where
 from store_svc.database.db import Database
 from store_svc.item_errors import item_error

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 
 from residuum.v1 import capture_pb2
-from residuum.wire.labels import Condition, LabelValue, canonical, to_dict, value_of
+from residuum.wire.labels import Condition, canonical, value_of
 from store_svc.database.db import Database, Table, Txn
 from store_svc.database.keys import LABEL_DIGEST_BYTES, label_prefix, pack_number, unpack_number
 
@@ -90,9 +90,3 @@ class LabelReader:
                 return
             yield from (unpack_number(key[LABEL_DIGEST_BYTES:]) for key in keys)
             at = keys[-1]
-
-
-def matches(conditions: Iterable[Condition], labels: Iterable[capture_pb2.Label]) -> bool:
-    """Tell whether labels meet all conditions."""
-    values: dict[str, LabelValue] = to_dict(labels)
-    return all(condition.holds(values) for condition in conditions)

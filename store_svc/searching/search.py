@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, store_pb2
+from residuum.wire.labels import matches
 from residuum.wire.limits import (
     MAX_CAPTURES_PER_READ,
     MAX_SEARCH_CONTEXT,
@@ -22,7 +23,7 @@ from residuum.wire.selection import check_positions
 from store_svc.archive.fetching import Fetcher
 from store_svc.captures.capture_names import CaptureName
 from store_svc.captures.catalog import Catalog
-from store_svc.captures.labels import LabelReader, matches
+from store_svc.captures.labels import LabelReader
 from store_svc.checks import check_states, invalid, read_where
 from store_svc.database.db import Database, Table
 from store_svc.database.keys import pack_number

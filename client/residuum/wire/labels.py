@@ -220,6 +220,12 @@ class Condition:
         return _OPERATORS[self.operator](labels[self.name], self.value)
 
 
+def matches(conditions: Iterable[Condition], labels: Iterable[capture_pb2.Label]) -> bool:
+    """Tell whether labels meet all conditions."""
+    values = to_dict(labels)
+    return all(condition.holds(values) for condition in conditions)
+
+
 def parse_where(where: str) -> tuple[Condition, ...]:
     """Return the conditions of a filter; none for an empty one.
 

@@ -30,14 +30,13 @@ def refuse_unsupported(config: Any) -> None:
         "sequence parallelism: no rank holds whole rows": getattr(passes, "enable_sp", False),
         "dual batch overlap: a step's rows are in two batches": config.parallel_config.use_ubatching,
         "kv_sharing_fast_prefill: later layers compute no rows of prompts": config.cache_config.kv_sharing_fast_prefill,
-        **{
-            f"the KV connector {name}: it keeps KV by its tokens alone, so requests would read what others have "
-            "steered": True
-            for name in _connectors(config.kv_transfer_config)
-            if name in _KEEP_BY_TOKENS
-        },
     }
     refused = [feature for feature, is_enabled in features.items() if is_enabled]
+    refused += [
+        f"the KV connector {name}: it keeps KV by its tokens alone, so requests would read what others have steered"
+        for name in _connectors(config.kv_transfer_config)
+        if name in _KEEP_BY_TOKENS
+    ]
     if refused:
         raise UnsupportedEngineError(
             f"residuum does not serve {'; nor '.join(refused)}. Remove these options from the engine's arguments."

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from residuum.v1 import capture_pb2, errors_pb2, store_pb2
-from residuum.wire.labels import parse_where, to_dict, to_label
-from store_svc.captures.labels import matches
+from residuum.wire.labels import matches, parse_where, to_dict, to_label
 from store_svc.database.db import Table
 from tests.store.support import COMPLETE, Process, describe, failing_with, make_chunk, serving
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from residuum import exceptions as exc
 from residuum.v1 import store_pb2
-from residuum.wire.labels import parse_where, to_dict
+from residuum.wire.labels import matches, parse_where
 from residuum.wire.placement import StoreAddress
 
 _DONE = None
@@ -87,7 +87,7 @@ class Listing:
             ServerFault: The store is too old for the filter: it lists captures that do not match.
         """
         name, captures = store.name, deque(page.captures)
-        if not all(condition.holds(to_dict(item.labels)) for condition in self._conditions for item in captures):
+        if self._conditions and not all(matches(self._conditions, item.labels) for item in captures):
             # An older store ignores `where`, in silence, and what it lists may be about to be deleted.
             raise exc.ServerFault(
                 f"The store {name} is too old to filter captures by their labels (where). Upgrade it, or name the "
