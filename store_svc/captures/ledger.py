@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from residuum.v1 import capture_pb2, selection_pb2
@@ -153,15 +153,31 @@ class Ledger:
 
     def present(self) -> list[Cells]:
         """Return the served cells that are stored."""
-        rows = ((row, self.served(row[0], self._stored.get(row, Positions()))) for row in self._all_rows())
-        return _gather(rows)
+        return self._gather(lambda sequence, have: self.served(sequence, have or Positions()))
 
     def absent(self) -> list[Cells]:
         """Return the expected cells that are not stored; empty before `expect`."""
-        if self._expected is None:
+        expected = self._expected
+        if expected is None:
             return []
-        rows = ((row, self._expected[row[0]] - self._stored.get(row, Positions())) for row in self._all_rows())
-        return _gather(rows)
+        return self._gather(lambda sequence, have: expected[sequence] - (have or Positions()))
+
+    def _gather(self, positions_of: Callable[[int, Positions | None], Positions]) -> list[Cells]:
+        """Return the cells that a function selects, with the layers that have the same positions together.
+
+        Args:
+            positions_of: Returns the positions of a row from its sequence and from what it has stored.
+        """
+        found: dict[tuple[int, Positions | None], Positions] = {}  # see `fresh`
+        groups: dict[tuple[int, int, Positions], list[int]] = {}
+        for row in self._all_rows():
+            sequence, site, layer = row
+            key = sequence, self._stored.get(row)
+            if key not in found:
+                found[key] = positions_of(*key)
+            if positions := found[key]:
+                groups.setdefault((sequence, site, positions), []).append(layer)
+        return [Cells(sequence, site, layers, positions) for (sequence, site, positions), layers in groups.items()]
 
     def _selected(self, positions: Positions) -> Positions:
         """Return the subset of the positions that the request selected."""
@@ -195,11 +211,3 @@ class Ledger:
                 for layer in layers:
                     yield sequence, site, layer
 
-
-def _gather(rows: Iterable[tuple[Row, Positions]]) -> list[Cells]:
-    """Group the layers of one sequence and site that have the same positions."""
-    groups: dict[tuple[int, int, Positions], list[int]] = {}
-    for (sequence, site, layer), positions in rows:
-        if positions:
-            groups.setdefault((sequence, site, positions), []).append(layer)
-    return [Cells(sequence, site, layers, positions) for (sequence, site, positions), layers in groups.items()]

@@ -53,7 +53,9 @@ _WITH_HEADS = b"4"
 """The format of a database that has had a frame in two parts, with or without shards. Older versions refuse it."""
 _WITHOUT_ROWS = b"5"
 """The format of a database that has had captures whose rows are only in an archive. Otherwise it is as format 4."""
-_FORMATS = (_FORMAT, _SHARDED, _WITH_HEADS, _WITHOUT_ROWS)
+_SECOND_CHOICES = b"6"
+"""The format of a database with a frame in its second choice of a shard. Otherwise it is as format 5."""
+_FORMATS = (_FORMAT, _SHARDED, _WITH_HEADS, _WITHOUT_ROWS, _SECOND_CHOICES)
 _SHARDS = struct.Struct(">16sH")
 """The value of META's key `shards`: the secret of the placement, and in the main file the number of shards. In a shard,
 it is the shard's index, so that files of two databases are not mixed up."""
@@ -111,6 +113,7 @@ class Txn:
         self.wrote = True
         if changes := self._changes(table):
             changes.put(key, value)
+            self._note_choices(changes)
         else:
             self.changed_main = True
             self._raw.put(key, value, db=self._tables[table])
@@ -129,6 +132,7 @@ class Txn:
         if changes := self._changes(Table.FRAMES):
             self.wrote = True
             changes.put_placed(key, frame)
+            self._note_choices(changes)
         else:
             self.put(Table.HEADS, key, frame.head)
             self.put(Table.FRAMES, key, frame.payload)
@@ -212,6 +216,10 @@ class Txn:
             deleted += 1
             key = self.next_key(table, key + b"\0")
         return deleted
+
+    def _note_choices(self, changes: FrameChanges) -> None:
+        if changes.has_second_choices:
+            self._note_format(_SECOND_CHOICES)
 
     def _note_format(self, least: bytes) -> None:
         if bytes(self.get(Table.META, b"format") or b"") < least:

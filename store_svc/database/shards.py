@@ -18,11 +18,16 @@ steps, frames are left that nobody acknowledged:
 
 If a step fails but the process goes on, `take_back` deletes these frames and syncs that, before anything else is
 written. Otherwise a chunk that is sent again, cut in another way, could be stored next to them.
+
+The fullest shard decides how long a transaction takes. So a frame may lie in either of two shards, and is written to
+the one that has less to write in this transaction (M. Mitzenmacher, "The Power of Two Choices in Randomized Load
+Balancing", 2001).
 """
 
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -44,13 +49,13 @@ _LARGE = 1024
 
 
 class Placement:
-    """Finds the shard of a frame from its key.
+    """Finds the two shards in which a frame may lie from its key.
 
-    The frames that are written together must spread evenly, because the fullest shard decides how long a transaction
-    takes. A random hash would give the fullest of 8 shards twice its share of 16 frames. So these differ by one in
+    Frames that are written together should spread evenly without the second choice, because a read looks there last.
+    A random hash would give the fullest of 8 shards twice its share of 16 frames. So the first choices differ by one in
     steps: consecutive captures, sequences, groups of layers and blocks of positions.
 
-    The first shard of each run of captures is secret. So callers cannot choose captures that all begin in one shard.
+    The first choice of each run of captures is secret. So callers cannot choose captures that all begin in one shard.
     """
 
     def __init__(self, count: int, secret: bytes) -> None:
@@ -64,8 +69,12 @@ class Placement:
         self._secret = secret
         self._last = (-1, 0)  # the start of the run of captures that was asked for last: reads ask for one many times
 
-    def of(self, key: bytes) -> int:
-        """Return the index of a frame's shard."""
+    def of(self, key: bytes) -> tuple[int, int]:
+        """Return the indexes of a frame's first and second choice of a shard."""
+        first = self._first(key)
+        return first, (first + 1 + zlib.crc32(key) % (self._count - 1)) % self._count
+
+    def _first(self, key: bytes) -> int:
         frame = unpack_frame(key)
         group = frame.first_layer // (frame.last_layer - frame.first_layer + 1)
         block = frame.first_position // _BLOCK + frame.first_position % _BLOCK
@@ -90,15 +99,16 @@ class FrameView:
         self._raws: list[Any] = [None] * len(files)
         self._at = b""
         self._heads: list[bytes | None] | None = None
+        self._found: tuple[bytes, int] | None = None  # the frame that was found last, and its shard
 
     def get(self, table: Table, key: bytes) -> memoryview | None:
         """Return the value of a frame in FRAMES or HEADS, or None."""
-        shard = self._placement.of(key)
-        raw, file = self._raw(shard), self._files[shard]
-        if table is Table.FRAMES:
-            return file.large_values.get(raw, file.tables[table], key)
-        value: memoryview | None = raw.get(key, db=file.tables[table])
-        return value
+        for shard in self._where(key):
+            value = self._get(shard, table, key)
+            if value is not None:
+                self._found = key, shard
+                return value
+        return None
 
     def count(self) -> int:
         """Return the number of frames."""
@@ -112,7 +122,8 @@ class FrameView:
             if head is not None and head < at:
                 self._heads[shard] = self._seek(shard, at)
         self._at = at
-        return min((head for head in self._heads if head is not None), default=None)
+        self._found = min(((head, shard) for shard, head in enumerate(self._heads) if head is not None), default=None)
+        return None if self._found is None else self._found[0]
 
     def close(self) -> None:
         """End the transaction."""
@@ -124,6 +135,19 @@ class FrameView:
     @property
     def _shards(self) -> range:
         return range(len(self._files))
+
+    def _where(self, key: bytes) -> tuple[int, ...]:
+        """Return the shards in which a frame may lie."""
+        if self._found is not None and self._found[0] == key:
+            return (self._found[1],)
+        return self._placement.of(key)
+
+    def _get(self, shard: int, table: Table, key: bytes) -> memoryview | None:
+        raw, file = self._raw(shard), self._files[shard]
+        if table is Table.FRAMES:
+            return file.large_values.get(raw, file.tables[table], key)
+        value: memoryview | None = raw.get(key, db=file.tables[table])
+        return value
 
     def _raw(self, shard: int) -> Any:
         if self._raws[shard] is None:
@@ -148,14 +172,17 @@ class FrameChanges(FrameView):
         """For each shard, those of the written frames that must be compared with their checksums, by key."""
         self.deletes: list[list[bytes]] = [[] for _ in files]
         """For each shard, the keys of frames that are deleted before that."""
+        self.has_second_choices = False
+        """Whether a frame is written to its second choice of a shard."""
+        self._load = [0 for _ in files]
 
     def put(self, key: bytes, value: bytes | memoryview) -> None:
         """Write a frame. Its key is new."""
-        self.puts[self._placement.of(key)].append((Table.FRAMES, key, value))
+        self.puts[self._choose(key, len(value))].append((Table.FRAMES, key, value))
 
     def put_placed(self, key: bytes, frame: PlacedFrame) -> None:
         """Write a frame whose payload is in shared memory. Its key is new."""
-        shard = self._placement.of(key)
+        shard = self._choose(key, len(frame.payload))
         self.puts[shard] += [(Table.HEADS, key, frame.head), (Table.FRAMES, key, frame.payload)]
         self.placed[shard][key] = frame
 
@@ -165,7 +192,9 @@ class FrameChanges(FrameView):
 
     def delete(self, key: bytes) -> None:
         """Delete a frame, if present."""
-        self.deletes[self._placement.of(key)].append(key)
+        for shard in self._where(key):
+            if self._raw(shard).cursor(db=self._table(shard)).set_key(key):
+                self.deletes[shard].append(key)
 
     def delete_some(self, prefix: bytes, limit: int) -> int:
         """Delete at most `limit` frames whose key starts with `prefix`; return how many."""
@@ -175,6 +204,15 @@ class FrameChanges(FrameView):
             deleted += 1
             key = self.next_key(key + b"\0")
         return deleted
+
+    def _choose(self, key: bytes, num_bytes: int) -> int:
+        """Return the shard to write a frame to: the first choice, unless the second one has less to write."""
+        first, second = self._placement.of(key)
+        is_second = self._load[second] + num_bytes <= self._load[first]
+        self.has_second_choices |= is_second
+        shard = second if is_second else first
+        self._load[shard] += num_bytes
+        return shard
 
     def growth(self, shard: int) -> int:
         """Return about how many bytes of a file the changes take, and rather too many."""

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -94,13 +95,58 @@ def test_frames_that_come_together_spread_evenly(frames: list[bytes], count: int
     placement = Placement(count, b"secret")
     share = -(-16 // count)
     for start in range(0, len(frames) - 16, 4):
-        load = Counter(placement.of(frame) for frame in frames[start : start + 16])
+        load = Counter(placement.of(frame)[0] for frame in frames[start : start + 16])
         assert max(load.values()) <= share + 2, load
+
+
+def test_frames_of_unrelated_captures_spread_evenly(tmp_path: Path) -> None:
+    """Several shippers send frames of any captures. With one choice, the fullest of 8 shards gets 6 or more of 18."""
+    source = np.random.default_rng(0)
+    with database(tmp_path / "db", shards=8) as db:
+        before = [0] * 8
+        for number in range(1, 21):
+            positions = source.choice(600, 18, replace=False) * 32
+            captures = source.integers(1, 100, 18) + 100 * number
+            frames = (key(int(capture), (0, 35), int(at)) for capture, at in zip(captures, positions, strict=True))
+            db.write(put_frames(dict.fromkeys(frames, bytes(20_000))))
+            counts = frames_in_shards(db)
+            assert max(now - then for now, then in zip(counts, before, strict=True)) <= 4
+            before = counts
+
+
+def frames_in_shards(db: Database) -> list[int]:
+    """Return how many frames each shard has."""
+    assert db._shards
+    counts = []
+    for file in db._shards.files:
+        with file.reading() as raw:
+            counts.append(int(raw.stat(file.tables[Table.FRAMES])["entries"]))
+    return counts
+
+
+def test_a_frame_in_its_second_shard_is_found_and_deleted_and_older_stores_refuse_it(tmp_path: Path) -> None:
+    with database(tmp_path / "db", shards=2) as db:
+        assert db._shards
+        same = [found for at in range(40) if db._shards._placement.of(found := key(1, position=at))[0] == 0][:4]
+        db.write(put_frames({same[0]: b"alone"}))
+        assert (frames_in_shards(db), format_of(db)) == ([1, 0], b"3")
+        db.write(put_frames(dict.fromkeys(same[1:], b"together")))
+        assert (frames_in_shards(db), format_of(db)) == ([3, 1], b"6")
+        with db.read() as txn:
+            assert [bytes(txn.get(Table.FRAMES, found) or b"") for found in same] == [b"alone", *[b"together"] * 3]
+        for found in same:
+            db.write(partial(Txn.delete, table=Table.FRAMES, key=found))
+        assert frames_in_shards(db) == [0, 0]
+
+
+def format_of(db: Database) -> bytes:
+    with db.read() as txn:
+        return bytes(txn.get(Table.META, b"format") or b"")
 
 
 def test_callers_cannot_tell_where_captures_begin() -> None:
     """Otherwise the captures of one tenant could all be in one file, which never shrinks."""
-    first = [[Placement(8, secret).of(key(number)) for number in range(0, 800, 8)] for secret in (b"one", b"two")]
+    first = [[Placement(8, secret).of(key(number))[0] for number in range(0, 800, 8)] for secret in (b"one", b"two")]
     assert first[0] != first[1]
     assert all(5 <= Counter(shards)[shard] <= 25 for shards in first for shard in range(8))
 
@@ -337,7 +383,8 @@ def spread_frames(db: Database, number: int) -> dict[bytes, bytes]:
     """Return a small frame for each shard but the last, for which there is one of 8 MiB."""
     assert db._shards
     placement = db._shards._placement
-    by_shard = {placement.of(key(number, position=position)): key(number, position=position) for position in range(9)}
+    keys = [key(number, position=position) for position in range(9)]
+    by_shard = {placement.of(found)[0]: found for found in keys}
     assert by_shard.keys() == {0, 1, 2}
     return {by_shard[shard]: bytes(8 * MIB if shard == 2 else 5000) for shard in range(3)}
 

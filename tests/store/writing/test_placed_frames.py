@@ -108,7 +108,7 @@ def test_the_format_changes_with_the_first_frame_in_two_parts(opened: Open) -> N
         assert txn.get(Table.META, b"format") == b"4"
     db = opened()
     assert len(kept(db)) == 2
-    db.write(lambda txn: txn.put(Table.META, b"format", b"6"))
+    db.write(lambda txn: txn.put(Table.META, b"format", b"7"))
     with pytest.raises(DamagedError, match="reads the formats"):
         opened()
 
