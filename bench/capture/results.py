@@ -75,7 +75,8 @@ class Run:
     def line(self) -> str:
         """Return the printed line of its times."""
         times = " ".join(f"{iteration.generation_seconds:.3f}" for iteration in self.iterations)
-        return f"{times} s  (ready in {self.start_seconds:.0f} s)"
+        completed = " ".join(f"{iteration.completed_seconds:.3f}" for iteration in self.iterations if iteration.rows)
+        return f"{times} s{f', complete {completed} s' * bool(completed)}  (ready in {self.start_seconds:.0f} s)"
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from inference_svc.shipping.supervisor import ShipperSupervisor
 from inference_svc.taps.plan import RowEncoding
 from residuum.rpc.channels import open_aio_channel
 from residuum.v1 import capture_pb2, store_pb2, store_pb2_grpc
+from residuum.wire.limits import MAX_CAPTURES_PER_OPEN
 from residuum.wire.placement import first_rank, parse_stores
 
 if TYPE_CHECKING:
@@ -90,12 +91,12 @@ class StoreSink:
             await self._store(capture_id).OpenCapture(store_pb2.OpenCaptureRequest(description=description))
 
     async def complete(self, replies: Mapping[str, Sequence[int]]) -> None:
-        """See `CaptureSink`. Seals all captures concurrently, like the service when requests end together."""
-        await asyncio.gather(*(self._seal(capture_id, reply) for capture_id, reply in replies.items()))
+        """See `CaptureSink`. Seals as the service does when requests end together: many captures in a call."""
+        await self._end(replies)
 
     async def finish(self, replies: Mapping[str, Sequence[int]]) -> Arrived:
         """See `CaptureSink`. Seals again to check that each capture is COMPLETE, then deletes them to free room."""
-        manifests = [await self._seal(capture_id, reply) for capture_id, reply in replies.items()]
+        manifests = await self._end(replies)
         for capture_id in replies:
             await self._store(capture_id).DeleteCapture(store_pb2.DeleteCaptureRequest(capture_id=capture_id))
         return Arrived(
@@ -111,13 +112,33 @@ class StoreSink:
     def _store(self, capture_id: str) -> store_pb2_grpc.StoreServiceAsyncStub:
         return store_pb2_grpc.StoreServiceStub(self._channels[first_rank(self._channels, capture_id)])
 
-    async def _seal(self, capture_id: str, reply: Sequence[int]) -> capture_pb2.CaptureManifest:
-        outcome = capture_pb2.SequenceOutcome(generated_token_ids=reply, finish_reason="length")
-        await self._store(capture_id).SealCapture(
-            store_pb2.SealCaptureRequest(
-                capture_id=capture_id, sequences=[outcome], outcome=capture_pb2.CAPTURE_STATE_COMPLETE
+    async def _end(self, replies: Mapping[str, Sequence[int]]) -> list[capture_pb2.CaptureManifest]:
+        """Seal captures, wait until each is COMPLETE, and return their manifests."""
+        seals: dict[str, list[store_pb2.SealCaptureRequest]] = {}
+        for capture_id, reply in replies.items():
+            outcome = capture_pb2.SequenceOutcome(generated_token_ids=reply, finish_reason="length")
+            seals.setdefault(first_rank(self._channels, capture_id), []).append(
+                store_pb2.SealCaptureRequest(
+                    capture_id=capture_id, sequences=[outcome], outcome=capture_pb2.CAPTURE_STATE_COMPLETE
+                )
+            )
+        await asyncio.gather(
+            *(
+                self._seal(name, of_store[at : at + MAX_CAPTURES_PER_OPEN])
+                for name, of_store in seals.items()
+                for at in range(0, len(of_store), MAX_CAPTURES_PER_OPEN)
             )
         )
+        return await asyncio.gather(*map(self._completed, replies))
+
+    async def _seal(self, store: str, seals: Sequence[store_pb2.SealCaptureRequest]) -> None:
+        stub = store_pb2_grpc.StoreServiceStub(self._channels[store])
+        answer = await stub.SealCaptures(store_pb2.SealCapturesRequest(seals=seals))
+        for seal, result in zip(seals, answer.results, strict=True):
+            if result.HasField("error"):
+                raise RowsMissingError(f"{seal.capture_id} was not sealed: {result.error.message}")
+
+    async def _completed(self, capture_id: str) -> capture_pb2.CaptureManifest:
         answer = await self._store(capture_id).GetCapture(
             store_pb2.GetCaptureRequest(capture_id=capture_id, wait=Duration(seconds=_END_SECONDS))
         )
