@@ -210,4 +210,3 @@ class Ledger:
             for site, layers in self._layers.items():
                 for layer in layers:
                     yield sequence, site, layer
-
