@@ -33,6 +33,7 @@ class Keeper:
         self._access = access
         self._copier = copier
         self._deleters = Workers(_DELETERS, "archive-delete")
+        self._undeleted = ""  # the last of the captures of which one could not be deleted
         self._unwritten = 0  # the capture whose labels could not be written last
 
     def run(self) -> None:
@@ -71,12 +72,14 @@ class Keeper:
     def _delete_some(self) -> bool:
         """Delete the objects of deleted captures. Return whether there may be more.
 
+        After a failure, the next call begins with the captures after them, as for labels.
+
         Raises:
             ArchiveError: The archive does not work.
         """
         access = self._access
         with access.read() as txn:
-            keys = records.deletions(txn, _DELETED_AT_ONCE)
+            keys = records.deletions(txn, _DELETED_AT_ONCE, self._undeleted)
         if foreign := [key for key in keys if not is_capture_key(key)]:
             _log.warning("folders in the archive that are not of captures are left alone", folders=foreign)
             access.change(lambda batch: batch.end_deletions(foreign))
@@ -90,6 +93,8 @@ class Keeper:
         deleted = [key for key, deletion in deletions.items() if deletion.exception() is None]
         access.change(lambda batch: batch.end_deletions(deleted))
         access.counters.captures_deleted += len(deleted)
+        if len(deleted) < len(keys):
+            self._undeleted = keys[-1]
         for deletion in deletions.values():
             deletion.result()
         return True

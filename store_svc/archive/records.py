@@ -127,14 +127,14 @@ def note_labels(txn: Txn, number: int) -> None:
         txn.put(Table.ARCHIVE_WORK, _LABELS + pack_number(number), b"")
 
 
-def deletions(txn: Txn, limit: int) -> list[str]:
-    """Return names whose objects must be deleted."""
+def deletions(txn: Txn, limit: int, after: str = "") -> list[str]:
+    """Return names whose objects must be deleted: the first ones after a name, or the first of all if none follows."""
     keys: list[str] = []
-    for key, _ in txn.items(Table.ARCHIVE_WORK, _DELETE):
-        if len(keys) == limit:
-            break
+    key = txn.next_key(Table.ARCHIVE_WORK, _DELETE + after.encode() + b"\0")
+    while key is not None and key.startswith(_DELETE) and len(keys) < limit:
         keys.append(key[len(_DELETE) :].decode())
-    return keys
+        key = txn.next_key(Table.ARCHIVE_WORK, key + b"\0")
+    return keys if keys or not after else deletions(txn, limit)
 
 
 def label_changes(txn: Txn) -> list[int]:

@@ -11,6 +11,7 @@ import pytest
 from residuum.rpc.objects import ArchiveRefusedError, Objects
 from residuum.v1 import capture_pb2, errors_pb2, selection_pb2, store_pb2
 from residuum.wire.rows.archive import CAPTURES, unpack_capture
+from store_svc.archive import keeper
 from store_svc.database.db import Table
 from store_svc.writing.changes import Batch
 from tests.archive.support import (
@@ -144,9 +145,11 @@ def test_many_captures_are_deleted_in_both(tmp_path: Path, url: str) -> None:
         wait_for(lambda: store._db.num_chunks() == 0, "the frames are freed")
 
 
+@pytest.mark.parametrize("at_once", [1, 64])
 def test_an_object_that_cannot_be_deleted_keeps_nothing_else_from_being_done(
-    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, at_once: int
 ) -> None:
+    monkeypatch.setattr(keeper, "_DELETED_AT_ONCE", at_once)
     objects, whole = Objects(url), Objects.delete
     names = [f"c{at}" for at in range(5)]
     with serving(tmp_path / "store", archive=url) as (store, client):

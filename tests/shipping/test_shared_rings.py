@@ -284,6 +284,23 @@ def test_a_ring_is_taken_back_only_when_no_payload_is_in_it(running):
     wait_for(lambda: not len(memories))
 
 
+def test_a_ring_that_is_given_while_the_stream_ends_is_taken_back(running, monkeypatch):
+    """The stream ends in another thread. The uploader then sends the payload again, in the next stream."""
+    store, client = running
+    rings, give = Rings(), shared_rings.SharedRings._give
+    payload = payload_in_new_ring(rings)
+    shared = shared_rings.SharedRings(rings, shared_rings._describe(client.channel), "store")
+
+    def give_late(self, *arguments):
+        given = give(self, *arguments)
+        self.close()
+        return given
+
+    monkeypatch.setattr(shared_rings.SharedRings, "_give", give_late)
+    assert shared.find(payload) is None
+    wait_for(lambda: not len(store._shared_memory.memories))
+
+
 def payload_in_new_ring(rings):
     """Return a payload in a ring that nothing else uses."""
     ring, descriptor = SharedRing.create(1 << 20)

@@ -135,6 +135,7 @@ class SharedRings:
         self._description = description
         self._store = store
         self._given: dict[int, GivenMemory | None] = {}
+        self._is_closed = False
 
     def target_bytes(self, payload: memoryview) -> int:
         """Return the size of the pieces in which a payload is to travel. This may wait as `find` does."""
@@ -158,12 +159,15 @@ class SharedRings:
         if number not in self._given:
             self._take_back_ended()
             self._given[number] = self._give(self._description, number)
-        given = self._given[number]
+            if self._is_closed:  # meanwhile
+                self.close()
+        given = self._given.get(number)
         return None if given is None else Place(given.key, offset)
 
     def close(self) -> None:
-        """Take the rings back."""
-        for number in list(self._given):  # `find` may still run
+        """Take the rings back. Another thread may still call `find`."""
+        self._is_closed = True
+        for number in list(self._given):
             self._take_back(number)
 
     def _take_back_ended(self) -> None:
