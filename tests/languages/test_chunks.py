@@ -162,8 +162,9 @@ class TestRefusals:
             taken.bind(("127.0.0.1", 0))  # bound, but not listening
             assert refused(Script(8, 2, []), RESIDUUM_ENDPOINT=f"127.0.0.1:{taken.getsockname()[1]}")
 
-    def test_a_token_never_goes_to_another_machine_in_plain_text(self, refused):
-        said = refused(Script(8, 2, []), RESIDUUM_ENDPOINT="192.0.2.1:50051", RESIDUUM_TOKEN="rsd_secret")
+    @pytest.mark.parametrize("host", ["192.0.2.1", "127.0.0.1.invalid", "127.invalid"])
+    def test_a_token_never_goes_to_another_machine_in_plain_text(self, refused, host):
+        said = refused(Script(8, 2, []), RESIDUUM_ENDPOINT=f"{host}:50051", RESIDUUM_TOKEN="rsd_secret")
         assert "plain text" in said
         assert "RESIDUUM_TLS_CA" in said
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -161,5 +162,8 @@ def _file(variable: str) -> bytes | None:
 
 
 def _is_loopback(endpoint: str) -> bool:
-    host = endpoint.rpartition(":")[0]
-    return host in ("localhost", "[::1]") or host.startswith("127.")
+    host = endpoint.rpartition(":")[0].strip("[]")
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False  # the name of another machine, such as 127.0.0.1.example

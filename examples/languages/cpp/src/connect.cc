@@ -22,7 +22,8 @@ std::string contents(const std::string& path) {
 
 bool is_loopback(const std::string& endpoint) {
   const std::string host = endpoint.substr(0, endpoint.rfind(':'));
-  return host == "localhost" || host == "[::1]" || host.starts_with("127.");
+  const bool is_number = host.find_first_not_of("0123456789.") == std::string::npos;  // not 127.0.0.1.example
+  return host == "localhost" || host == "[::1]" || (is_number && host.starts_with("127."));
 }
 
 std::shared_ptr<grpc::ChannelCredentials> credentials(const Settings& settings) {
