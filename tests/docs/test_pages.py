@@ -16,6 +16,7 @@ import residuum.directions
 from inference_svc.settings import InferenceSettings
 from residuum.cli.main import make_parser
 from residuum.v1 import capture_pb2
+from residuum.values.captures.spans import CHAT_ROLES
 from store_svc.settings import StoreSettings
 from tests.docs.blocks import DOCS, ELSEWHERE, NOT_ON_THE_SITE, PAGES, ROOT
 
@@ -114,6 +115,19 @@ def test_every_public_name_is_in_the_reference_once():
     }
     of_ray = {f"residuum.ray.{name}" for name in ("RayServices", "extract", "read_captures", "read_extracted", "serve")}
     assert set(named) - of_torch == public | of_training | of_ray
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        (DOCS / "concepts/sites.md").read_text().replace("`", ""),
+        residuum.MessageSpan.__doc__ or "",
+        residuum.Activations.select.__doc__ or "",
+    ],
+    ids=["page", "MessageSpan", "select"],
+)
+def test_the_roles_of_messages_are_all_named(text: str):
+    assert [role for role in CHAT_ROLES if f'"{role}"' not in text] == []
 
 
 @pytest.mark.parametrize("name", sorted(set(residuum.__all__) - {"__version__"}))

@@ -431,8 +431,8 @@ class Activations(Mapping[int, FloatArray]):
             span: Only these positions, of every sequence and site. None keeps all. One of:
 
                 - "prompt" or "reply", for any prompt;
-                - a role of a conversation, "system", "user" or "assistant": all messages of that role. The reply is one
-                  of the assistant's;
+                - a role of a conversation, "system", "user", "assistant", "tool" or "developer": all messages of that
+                  role. The reply is one of the assistant's;
                 - the index of a message in `spans`, such as -1 for the last one;
                 - a `MessageSpan`.
 

@@ -29,7 +29,7 @@ class MessageSpan:
     it, as that of a reply does, has one row fewer than positions.
 
     Attributes:
-        role: The role of its author: "system", "user" or "assistant".
+        role: The role of its author: "system", "user", "assistant", "tool" or "developer".
         first: The position of its first token.
         last: The position of its last token, inclusive; `first - 1` if it has no tokens.
 
