@@ -72,8 +72,8 @@ class Capture:
         overflow: What happens when the path to the store is full: with "wait" the model waits; with "shed" rows are
             dropped, and the capture ends incomplete.
         dimensions: For "rp8" and "rp", the dimensions to project to; for "topk8" and "topk", the number of elements to
-            keep. At most the model's hidden size. By default the server's, which are 512 and 128 unless its operator
-            chose others. For "sae", the number of features to keep of each row, at most 256; by default 32.
+            keep. At most the width of a row at the site. By default the server's, which are 512 and 128 unless its
+            operator chose others. For "sae", the number of features to keep of each row, at most 256; by default 32.
         seed: For "rp8" and "rp", the seed of the projection. Only rows with the same seed and dimensions can be
             compared.
         axis: For "full8", which numbers share a scale: the elements of a row ("row", the default), or the same element
