@@ -12,7 +12,7 @@ Example:
     ...     )
     ...     acts = client.activations(reply.request_id)
     ...     acts[12].shape
-    (68, 576)
+    (67, 576)
 
 Public names are imported when they are first used. So the services can import `residuum.v1`, `residuum.wire` and
 `residuum.rpc` without the client.

@@ -24,6 +24,11 @@ def test_the_page_names_them(names):
     assert sorted(re.findall(r"`(\w+)`", cell)) == names
 
 
+@pytest.mark.parametrize("page", ["search", "logit-lens"])
+def test_pages_say_what_a_reduced_row_stands_for(page):
+    assert "../encodings.md#reductions" in (ROOT / f"docs/howto/{page}.md").read_text()
+
+
 def test_the_contract_names_them(names):
     text = " ".join((ROOT / "protos/residuum/v1/store.proto").read_text().replace("//", " ").split())
     (call,) = re.findall(r"decode to the row itself: all but ([^.]*)\.", text)

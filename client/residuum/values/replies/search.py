@@ -37,7 +37,7 @@ class SearchHit:
     Attributes:
         capture_id: The capture.
         sequence: The sequence.
-        position: The position of the token's row.
+        position: The position of the token's row. A reduced row has the last position that it covers.
         score: The row's score: its dot product with the vector, or their cosine.
         token_id: The token; None if the capture does not know its tokens.
         token: The text of the token; None if the capture does not have the texts of its tokens.
