@@ -139,6 +139,12 @@ OUTCOMES: dict[str, dict[str, Callable[[dict[str, Any]], None]]] = {
 """What must be true after the block of a page that contains a text. These pages only print what happened."""
 
 
+def test_the_example_in_the_help_of_the_package_has_these_rows(walk: Walk):
+    walk.names["direction"] = np.full(576, 1e-6, np.float32)  # changes nothing, so that the reply is long enough
+    assert residuum.__doc__
+    walk.session(Block(ROOT / "client/residuum/__init__.py", 1, "pycon", residuum.__doc__, None))
+
+
 @pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_code_blocks_of_a_page_run(page: Path, walk: Walk) -> None:
     outcomes = dict(OUTCOMES.get(os.path.relpath(page, DOCS), {}))
