@@ -130,6 +130,11 @@ def test_the_roles_of_messages_are_all_named(text: str):
     assert [role for role in CHAT_ROLES if f'"{role}"' not in text] == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_clients_have_an_endpoint(page: Path):
+    assert "Client()" not in page.read_text(), "there is no default"
+
+
 @pytest.mark.parametrize("name", sorted(set(residuum.__all__) - {"__version__"}))
 def test_every_public_name_has_a_docstring(name: str):
     thing = getattr(residuum, name)
