@@ -139,7 +139,7 @@ OUTCOMES: dict[str, dict[str, Callable[[dict[str, Any]], None]]] = {
 """What must be true after the block of a page that contains a text. These pages only print what happened."""
 
 
-def test_the_example_in_the_help_of_the_package_has_these_rows(walk: Walk):
+def test_the_example_in_the_help_of_the_package_has_these_rows(walk: Walk) -> None:
     walk.names["direction"] = np.full(576, 1e-6, np.float32)  # changes nothing, so that the reply is long enough
     assert residuum.__doc__
     walk.session(Block(ROOT / "client/residuum/__init__.py", 1, "pycon", residuum.__doc__, None))
