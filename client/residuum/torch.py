@@ -204,6 +204,8 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
         self._concurrent_reads = concurrent_reads
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # so that persistent workers see changes
         self._yielded = self._to_skip = 0
+        self._loaded_epoch: int | None = None  # of a state that the next iteration continues
+        self._iterated_epoch: int | None = None  # of the iteration in this process
         self._aligned = aligned
         self.captures: tuple[str, ...] = ()
         """The IDs of the captures. Batches refer to them by index."""
@@ -240,22 +242,24 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
         workers = max(num_workers, 1)
         total = 0
         for worker in range(workers):
-            rows = sum(self._counts[number] for number in self._share(worker, workers))
+            rows = sum(self._counts[number] for number in self._share(worker, workers, self._current_epoch))
             total += rows // self._batch_size if self._drop_last else -(-rows // self._batch_size)
         return total
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration, which changes the order of rows. Persistent workers see it, too.
 
-        After `load_state_dict`, another epoch than that of the state begins at its beginning.
+        After `load_state_dict`, another epoch than that of the state begins at its beginning. But StatefulDataLoader
+        loads its state when it is iterated: an epoch that was not over is continued, whatever was set.
         """
-        if epoch != int(self._epoch):
+        if epoch != self._current_epoch:
             self._to_skip = self._yielded = 0
+        self._loaded_epoch = self._iterated_epoch = None
         self._epoch.fill_(epoch)
 
     def state_dict(self) -> dict[str, int]:
         """Return the progress of the iteration in this process, for torchdata's StatefulDataLoader."""
-        return {"epoch": int(self._epoch), "batches": self._yielded, "data": self._order_digest}
+        return {"epoch": self._current_epoch, "batches": self._yielded, "data": self._order_digest}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Make the next iteration continue after a state. It reads the earlier batches again and skips them.
@@ -269,26 +273,31 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
                 "left out. Use the same arguments, and captures= with the `captures` of the first dataset.",
                 reason="INVALID_FIELD",
             )
-        self.set_epoch(state["epoch"])
+        # Not with set_epoch: StatefulDataLoader loads the state of an epoch that was over after the next one was set.
+        self._loaded_epoch = state["epoch"]
         self._to_skip = self._yielded = state["batches"]
 
     def __iter__(self) -> Iterator[ActivationBatch]:
         # Now, not at the first batch: StatefulDataLoader leaves the iterator of an epoch that was over unused.
         to_skip, self._to_skip = self._to_skip, 0
         self._yielded = to_skip
-        return self._iterate(to_skip)
+        loaded, self._loaded_epoch = self._loaded_epoch, None
+        self._iterated_epoch = int(self._epoch) if loaded is None else loaded
+        return self._iterate(to_skip, self._iterated_epoch)
 
-    def _iterate(self, to_skip: int) -> Iterator[ActivationBatch]:
+    def _iterate(self, to_skip: int, epoch: int) -> Iterator[ActivationBatch]:
         worker = get_worker_info()
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        part, epoch = self._rank * workers + number, int(self._epoch)
-        order = self._share(number, workers)
+        part = self._rank * workers + number
+        order = self._share(number, workers, epoch)
         stream = stream_aligned if self._aligned else stream_rows
         with self._open() as client:
             rows = stream(client, self.captures, order, self._choice, self._concurrent_reads, self._check_alike)
             for batch in itertools.islice(
                 self._batches(rows, np.random.default_rng([self._seed, epoch, part])), to_skip, None
             ):
+                if self._yielded == to_skip:
+                    self._epoch.fill_(epoch)  # of a state: the iteration after this one has it, too
                 self._yielded += 1
                 yield batch
 
@@ -304,11 +313,17 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
     def _open(self) -> Client | Archive:
         return self._archive or Client(**self._connection)
 
-    def _share(self, worker: int, workers: int) -> list[int]:
-        """Return the captures that a worker reads in this epoch, as indices, in order."""
+    @property
+    def _current_epoch(self) -> int:
+        """The epoch of the next iteration, or of the one that has begun."""
+        found = self._iterated_epoch if self._loaded_epoch is None else self._loaded_epoch
+        return int(self._epoch) if found is None else found
+
+    def _share(self, worker: int, workers: int, epoch: int) -> list[int]:
+        """Return the captures that a worker reads in an epoch, as indices, in order."""
         part, parts = self._rank * workers + worker, self._world_size * workers
         shuffled = self._shuffle_buffer > 0
-        return share(len(self.captures), part, parts, shuffle=shuffled, seed=self._seed, epoch=int(self._epoch))
+        return share(len(self.captures), part, parts, shuffle=shuffled, seed=self._seed, epoch=epoch)
 
     def _batches(self, stream: Iterator[StreamedRows], rng: np.random.Generator) -> Iterator[ActivationBatch]:
         shuffled = self._shuffle_buffer > 0

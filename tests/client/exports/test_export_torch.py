@@ -200,6 +200,18 @@ def test_an_epoch_that_was_over_does_not_shorten_the_next_one(endpoint):
     assert len(list(data)) == every
 
 
+def test_an_epoch_that_is_set_before_the_state_of_one_that_was_over_is_read(endpoint):
+    """StatefulDataLoader loads its state when it is iterated, then drops that iterator and makes the real one."""
+    data = ActivationDataset(endpoint, prefix="torch-", batch_size=50, shuffle_buffer=200)
+    over = {**data.state_dict(), "epoch": 1, "batches": len(list(data))}
+    data.set_epoch(2)
+    wanted = places(data)
+    data.load_state_dict(over)
+    iter(data)
+    assert places(data) == wanted
+    assert data.state_dict()["epoch"] == 2
+
+
 def test_a_state_of_other_captures_is_refused(endpoint):
     """The order is another one, for example because the store has got more captures."""
     data = ActivationDataset(endpoint, NAMES[:4], batch_size=50)
