@@ -206,6 +206,7 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
         self._yielded = self._to_skip = 0
         self._loaded_epoch: int | None = None  # of a state that the next iteration continues
         self._iterated_epoch: int | None = None  # of the iteration in this process
+        self._loaded_in = (0, 1)  # the worker that loaded a state, whose batches are skipped
         self._aligned = aligned
         self.captures: tuple[str, ...] = ()
         """The IDs of the captures. Batches refer to them by index."""
@@ -264,6 +265,8 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Make the next iteration continue after a state. It reads the earlier batches again and skips them.
 
+        The next iteration must be in this process, too: in workers of a plain DataLoader, it raises InvalidRequest.
+
         Raises:
             InvalidRequest: The state is of other captures or arguments, whose rows come in another order.
         """
@@ -276,18 +279,25 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
         # Not with set_epoch: StatefulDataLoader loads the state of an epoch that was over after the next one was set.
         self._loaded_epoch = state["epoch"]
         self._to_skip = self._yielded = state["batches"]
+        self._loaded_in = _worker()
 
     def __iter__(self) -> Iterator[ActivationBatch]:
         # Now, not at the first batch: StatefulDataLoader leaves the iterator of an epoch that was over unused.
         to_skip, self._to_skip = self._to_skip, 0
         self._yielded = to_skip
+        if to_skip and _worker() != self._loaded_in:
+            raise InvalidRequest(
+                f"The state is of an iteration without workers, so worker {_worker()[0]} cannot continue it: each worker "
+                f"would leave out {to_skip} batches of its own. Use num_workers=0, or torchdata's StatefulDataLoader, "
+                "which stores a state for each worker.",
+                reason="INVALID_FIELD",
+            )
         loaded, self._loaded_epoch = self._loaded_epoch, None
         self._iterated_epoch = int(self._epoch) if loaded is None else loaded
         return self._iterate(to_skip, self._iterated_epoch)
 
     def _iterate(self, to_skip: int, epoch: int) -> Iterator[ActivationBatch]:
-        worker = get_worker_info()
-        number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        number, workers = _worker()
         part = self._rank * workers + number
         order = self._share(number, workers, epoch)
         stream = stream_aligned if self._aligned else stream_rows
@@ -423,6 +433,12 @@ _ALIKE = ("model", "hidden_size", "encoding", "dimensions", "seed", "axis", "pro
 
 def _alike(manifest: Manifest) -> tuple[object, ...]:
     return tuple(getattr(manifest, name) for name in _ALIKE)
+
+
+def _worker() -> tuple[int, int]:
+    """Return the number of this worker of a DataLoader, and how many there are; (0, 1) outside of workers."""
+    worker = get_worker_info()
+    return (0, 1) if worker is None else (worker.id, worker.num_workers)
 
 
 class _Buffer:

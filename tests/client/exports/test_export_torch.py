@@ -212,6 +212,17 @@ def test_an_epoch_that_is_set_before_the_state_of_one_that_was_over_is_read(endp
     assert data.state_dict()["epoch"] == 2
 
 
+def test_workers_do_not_skip_the_batches_of_a_state_of_one_process(endpoint):
+    """Each worker would skip as many batches of its own, in every epoch."""
+    data = ActivationDataset(endpoint, prefix="torch-", batch_size=50)
+    data.load_state_dict({**data.state_dict(), "batches": 4})
+    with pytest.raises(residuum.InvalidRequest, match="would leave out 4 batches of its own"):
+        list(DataLoader(data, batch_size=None, num_workers=2, multiprocessing_context="fork"))
+    data.load_state_dict({**data.state_dict(), "batches": 0})
+    loader = DataLoader(data, batch_size=None, num_workers=2, multiprocessing_context="fork")
+    assert Counter(places(loader)) == Counter(ALL)
+
+
 def test_a_state_of_other_captures_is_refused(endpoint):
     """The order is another one, for example because the store has got more captures."""
     data = ActivationDataset(endpoint, NAMES[:4], batch_size=50)
