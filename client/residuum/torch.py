@@ -97,8 +97,8 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
         captures: The captures, as IDs or replies. None means all captures that `prefix` and `where` select: the dataset
             looks them up once, when it is created, and waits for open ones for up to `timeout` seconds. It leaves out
             those that are not complete with a warning (LeftOutWarning), unless `allow_partial` is true. All captures
-            must come from one model, have the same encoding and reduction, and have the selected layers, sites and
-            sequences.
+            must come from one model with the same LoRA adapter or none, have the same encoding and reduction, and have
+            the selected layers, sites and sequences.
         prefix: The prefix of the captures' IDs; only with `captures=None`.
         where: A filter on the captures' labels, such as "split = train"; only with `captures=None`.
         aligned: Yield tokens instead of rows, each with its rows at all places (site, layer): `activations` is
@@ -287,9 +287,9 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
         self._yielded = to_skip
         if to_skip and _worker() != self._loaded_in:
             raise InvalidRequest(
-                f"The state is of an iteration without workers, so worker {_worker()[0]} cannot continue it: each worker "
-                f"would leave out {to_skip} batches of its own. Use num_workers=0, or torchdata's StatefulDataLoader, "
-                "which stores a state for each worker.",
+                f"The state is of an iteration without workers, so workers cannot continue it: each one would leave out "
+                f"{to_skip} batches of its own. Use num_workers=0, or torchdata's StatefulDataLoader, which stores a "
+                "state for each worker.",
                 reason="INVALID_FIELD",
             )
         loaded, self._loaded_epoch = self._loaded_epoch, None
@@ -407,10 +407,11 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
     def _check_alike(self, manifest: Manifest) -> None:
         for name, first, other in zip(_ALIKE, self._alike, _alike(manifest), strict=True):
             if first != other:
-                values = "" if name in ("projected_onto", "sae") else f" ({first} and {other})"
+                has_long_values = name in ("projected_onto", "sae", "features")
+                values = "" if has_long_values else f" ({first or 'none'} and {other or 'none'})"
                 raise InvalidRequest(
                     f"{self._first} and {manifest.capture_id} differ in {name}{values}. The captures of one "
-                    "dataset must share model, encoding and reduction. Make a dataset for each kind.",
+                    "dataset must share model, adapter, encoding and reduction. Make a dataset for each kind.",
                     reason="INVALID_FIELD",
                 )
         if row_format(manifest, self._choice).decoded_width != self.width:
@@ -427,7 +428,10 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
             )
 
 
-_ALIKE = ("model", "hidden_size", "encoding", "dimensions", "seed", "axis", "projected_onto", "sae", "reduction")
+_ALIKE = (
+    "model", "adapter", "hidden_size", "encoding", "dimensions", "seed", "axis", "projected_onto", "sae", "features",
+    "reduction",
+)  # fmt: skip
 """Manifest fields that all captures must share, so that an element means the same in all rows."""
 
 

@@ -208,3 +208,23 @@ def test_a_training_loop_does_not_mix_encodings(client, endpoint, one, other, wh
         client.manifest(replies[-1], wait=True)
     with pytest.raises(residuum.InvalidRequest, match=rf"differ in {what}\. The captures of one dataset"):
         ActivationDataset(endpoint, replies)
+
+
+def test_a_training_loop_does_not_mix_adapters_or_features(client, peer, endpoint):
+    pytest.importorskip("torch")
+    from residuum.torch import ActivationDataset
+
+    def captured(**options):
+        reply = client.generate("a bb ccc", max_tokens=3, capture=residuum.Capture(layers=[1], **options))
+        client.manifest(reply, wait=True)
+        return reply
+
+    plain = captured()
+    peer.script.adapter = "polite"
+    polite = captured()
+    with pytest.raises(residuum.InvalidRequest, match=r"differ in adapter \(none and polite\)\. The captures of one"):
+        ActivationDataset(endpoint, [plain, polite])
+    sae = residuum.SAE(np.ones((20, HIDDEN)), np.ones((20, HIDDEN)))
+    some, others = captured(sae=sae, features=[1, 2]), captured(sae=sae, features=[3, 4])
+    with pytest.raises(residuum.InvalidRequest, match=r"differ in features"):
+        ActivationDataset(endpoint, [some, others])

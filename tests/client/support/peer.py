@@ -113,6 +113,7 @@ class Script:
     model: str = "peer"  # the name that GetModelInfo has
     drop_vectors: bool = False  # forget all vectors before the next Generate or UpdateSteering
     truncate: bool = False  # end the stream without the last event
+    adapter: str = ""  # the LoRA adapter of the captures
     num_layers: int = LAYERS  # what the service says of its model
     outcome: int = capture_pb2.CAPTURE_STATE_COMPLETE
     load: dict = field(default_factory=dict)  # what it says of its load
@@ -475,7 +476,7 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
 
     def _open(self, name, spec, prompt, sequences, text):
         description = capture_pb2.CaptureDescription(
-            capture_id=name, model="peer", hidden_size=HIDDEN, num_layers=LAYERS,
+            capture_id=name, model="peer", adapter=self.script.adapter, hidden_size=HIDDEN, num_layers=LAYERS,
             dtype=self.script.dtype, spec=resolve_capture(spec.capture, self._facts()),
             prompt_token_ids=prompt, num_sequences=sequences,
             prompt_text=text if spec.capture.keep_prompt else "",
