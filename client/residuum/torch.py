@@ -287,7 +287,7 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
         self._yielded = to_skip
         if to_skip and _worker() != self._loaded_in:
             raise InvalidRequest(
-                f"The state is of an iteration without workers, so workers cannot continue it: each one would leave out "
+                "The state is of an iteration without workers, so workers cannot continue it: each one would leave out "
                 f"{to_skip} batches of its own. Use num_workers=0, or torchdata's StatefulDataLoader, which stores a "
                 "state for each worker.",
                 reason="INVALID_FIELD",

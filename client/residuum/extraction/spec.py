@@ -25,6 +25,8 @@ OnLong = Literal["fail", "skip", "truncate"]
 """What to do with a prompt that is longer than `context_length`."""
 
 _SHORTEST_WINDOW = 2
+_OF_SEVERAL_ROWS = ("mean", "max", "sum")
+"""The reductions that mix rows."""
 DEFAULT_SHARD_BYTES = 256 << 20
 
 ROWS = "rows"
@@ -98,6 +100,11 @@ class JobSpec:
         if self.on_long == "truncate":
             raise InvalidRequest(
                 "on_long='truncate' and pack=True exclude each other: long documents become several windows."
+            )
+        if self.capture.reduction in _OF_SEVERAL_ROWS:
+            raise InvalidRequest(
+                f"reduction={self.capture.reduction!r} and pack=True exclude each other: a window has rows of several "
+                "documents, and their reduction would count as a row of the last one."
             )
         is_id = isinstance(self.separator, int) and not isinstance(self.separator, bool) and self.separator >= 0
         if not is_id and self.separator not in ("bos", "eos", None):

@@ -251,6 +251,10 @@ async def test_a_damaged_tokenizer(client, tmp_path, model_folder, name):
     [
         ({"pack": True}, "needs context_length"),
         ({"pack": True, "context_length": 1}, "at least 2"),
+        (
+            {"pack": True, "context_length": 4, "capture": residuum.Capture(layers=[1], reduction="mean")},
+            "reduction='mean' and pack=True exclude each other",
+        ),
         ({"pack": True, "context_length": 4, "chat": True}, "conversation cannot be packed"),
         ({"pack": True, "context_length": 4, "separator": "x"}, "must be 'bos'"),
         ({"pack": True, "context_length": 4}, "needs tokenizer"),
