@@ -56,6 +56,7 @@ SITES: tuple[str, ...] = tuple(_SITE_NUMBERS)
 """The sites in the order in which batches number them."""
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_BATCH_DTYPES = (*_DTYPES.values(), torch.float64)
 
 
 class ActivationBatch(NamedTuple):
@@ -176,13 +177,21 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
     ) -> None:
         for name, number, minimum in (
             ("batch_size", batch_size, 1), ("shuffle_buffer", shuffle_buffer, 0), ("world_size", world_size, 1),
-            ("concurrent_reads", concurrent_reads, 1), ("rank", rank, 0),
+            ("concurrent_reads", concurrent_reads, 1), ("rank", rank, 0), ("seed", seed, 0),
         ):  # fmt: skip
+            if not isinstance(number, (int, np.integer)):
+                raise InvalidRequest(f"{name} must be a whole number, not {number!r}.", reason="INVALID_FIELD")
             if number < minimum:
                 raise InvalidRequest(f"{name} must be at least {minimum}, not {number}.", reason="INVALID_FIELD")
         if rank >= world_size:
             message = f"rank {rank} does not exist: with world_size={world_size}, ranks are 0 to {world_size - 1}."
             raise InvalidRequest(message, reason="INVALID_FIELD")
+        if dtype is not None and dtype not in _BATCH_DTYPES:
+            raise InvalidRequest(
+                f"dtype must be one of {', '.join(map(str, _BATCH_DTYPES))}, or None, not {dtype!r}. Convert the "
+                "batches to others.",
+                reason="INVALID_FIELD",
+            )
         if captures is not None:
             check_choice(captures, prefix, where)
         stores = store if store is None or isinstance(store, str) else tuple(store)

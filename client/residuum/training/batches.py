@@ -193,7 +193,9 @@ def check_dtype(dtype: Any) -> None:
     """Check an argument that is an element type.
 
     Raises:
-        InvalidRequest: It is another value, such as a text.
+        InvalidRequest: It is another value, such as a text, or a type without fractions.
     """
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise InvalidRequest(f"dtype= must be a dtype of torch, such as torch.float32, or None, not {dtype!r}.")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise InvalidRequest(
+            f"dtype= must be a floating-point dtype of torch, such as torch.float32, or None, not {dtype!r}."
+        )

@@ -472,6 +472,11 @@ def test_a_worker_reports_its_error(endpoint):
         ({"prefix": "torch-", "shuffle_buffer": -1}, "shuffle_buffer must be at least 0, not -1"),
         ({"prefix": "torch-", "rank": 2, "world_size": 2}, "rank 2 does not exist"),
         ({"prefix": "torch-", "concurrent_reads": 0}, "concurrent_reads"),
+        ({"prefix": "torch-", "batch_size": 2.5}, "batch_size must be a whole number, not 2.5"),
+        ({"prefix": "torch-", "seed": -1}, "seed must be at least 0, not -1"),
+        ({"prefix": "torch-", "dtype": "float32"}, "dtype must be one of torch.float32, torch.float16"),
+        ({"prefix": "torch-", "dtype": torch.int64}, "torch.float64, or None, not torch.int64"),
+        ({"prefix": "torch-", "dtype": torch.float8_e4m3fn}, "not torch.float8_e4m3fn"),
         ({"prefix": "torch-", "labels": {"torch-1": 1}}, "4 of 5 captures have no label; the first is torch-0"),
     ],
 )
