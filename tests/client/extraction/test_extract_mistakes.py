@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import pickle
 import subprocess
 import sys
 import types
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -48,6 +51,21 @@ class TestRowsOfALayer:
         assert layer[[]].shape == (0, 4)
         assert layer[[2, -1]][:, 0].tolist() == [2030.0, 13030.0]
         assert layer[np.arange(14) == 5].shape == (1, 4)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_other_processes_map_the_rows_themselves(tmp_path, dtype):
+    """Each worker of a DataLoader would get a copy of all rows, which may be larger than memory."""
+    rows = residuum.Extracted(write_extraction(tmp_path / "job", [[300, 400], [500, 200]], width=64, dtype=dtype))
+    assert (len(rows.prompts), len(rows.token_ids)) == (4, 1400)
+    for given in (rows, rows.shard(1), copy.copy(rows)):
+        assert len(pickle.dumps(given)) < 2000
+        again = pickle.loads(pickle.dumps(given))
+        assert (len(again), again.is_complete, again.labels("y")) == (len(given), True, given.labels("y"))
+        assert np.array_equal(again.layer(5), given.layer(5))
+        layer = given.layer(3)
+        assert len(pickle.dumps(layer)) < 2000
+        assert np.array_equal(pickle.loads(pickle.dumps(layer))[10:20], layer[10:20])
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import hashlib
 import json
@@ -86,12 +85,15 @@ class LayerRows(Sequence[Array]):
     `numpy.asarray(rows, numpy.float32)`.
     """
 
-    def __init__(self, parts: Sequence[Array], width: int, dtype: np.dtype[Any]) -> None:
-        """Use `Extracted.layer` instead."""
+    def __init__(
+        self, parts: Sequence[Array], width: int, dtype: np.dtype[Any], source: tuple[Extracted, str] | None = None
+    ) -> None:
+        """Use `Extracted.layer` instead. `source` is the extraction, and the name of the point."""
         if any(part.dtype != dtype or part.shape[1:] != (width,) for part in parts):
             raise ValueError(f"all parts must have rows of {width} × {dtype.name}")
         self.shards = tuple(parts)
         """The rows of each shard, mapped into memory."""
+        self._source = source
         self.dtype = dtype
         """The element type."""
         self._ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
@@ -112,6 +114,12 @@ class LayerRows(Sequence[Array]):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:  # noqa: FBT001 - numpy's protocol
         rows = self._span(0, len(self))
         return np.array(rows, dtype=dtype) if copy else rows.astype(dtype or rows.dtype, copy=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle where the rows are: pickle would copy all of them out of the mapped files."""
+        if self._source is None:
+            return LayerRows, (self.shards, self.shape[1], self.dtype)
+        return Extracted.at, self._source
 
     def __repr__(self) -> str:
         return f"LayerRows({self.shape[0]} × {self.shape[1]}, {self.dtype.name}, {len(self.shards)} shards)"
@@ -206,11 +214,20 @@ class Extracted:
         A job may be larger than memory, and so may be the token IDs, labels and positions of all its rows. Those of a
         shard are small.
         """
-        part = copy.copy(self)
-        for name in _CACHED:
-            part.__dict__.pop(name, None)
+        part = object.__new__(Extracted)
+        part.__dict__ |= {name: value for name, value in vars(self).items() if name not in _CACHED}
         part.__dict__ |= {"_shards": [self._shards[number]], "_arrays": [self._arrays[number]]}
         return part
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the rows and columns out of a pickle: another process maps the files itself."""
+        kept = {name: value for name, value in vars(self).items() if name not in {*_CACHED, "_arrays"}}
+        return {**kept, "folder": self.folder.absolute()}  # the other process may run in another folder
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Map the files."""
+        self.__dict__ |= state
+        self._arrays = map_all([self.folder / shard.rows_file for shard in self._shards])
 
     @property
     def points(self) -> tuple[str, ...]:
@@ -236,7 +253,7 @@ class Extracted:
         dtype, width = self._tensors[name]
         kind = np.dtype(dtype)  # ml_dtypes makes bfloat16 known to numpy
         empty = np.empty((0, width), kind)
-        return LayerRows([arrays.get(name, empty) for arrays in self._arrays], width, kind)
+        return LayerRows([arrays.get(name, empty) for arrays in self._arrays], width, kind, (self, name))
 
     @cached_property
     def prompts(self) -> tuple[Mapping[str, Any], ...]:
