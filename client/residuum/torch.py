@@ -417,7 +417,7 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
         for name, first, other in zip(_ALIKE, self._alike, _alike(manifest), strict=True):
             if first != other:
                 has_long_values = name in ("projected_onto", "sae", "features")
-                values = "" if has_long_values else f" ({first or 'none'} and {other or 'none'})"
+                values = "" if has_long_values else f" ({_shown(first)} and {_shown(other)})"
                 raise InvalidRequest(
                     f"{self._first} and {manifest.capture_id} differ in {name}{values}. The captures of one "
                     "dataset must share model, adapter, encoding and reduction. Make a dataset for each kind.",
@@ -446,6 +446,10 @@ _ALIKE = (
 
 def _alike(manifest: Manifest) -> tuple[object, ...]:
     return tuple(getattr(manifest, name) for name in _ALIKE)
+
+
+def _shown(value: object) -> object:
+    return "none" if value in (None, "") else value
 
 
 def _worker() -> tuple[int, int]:
