@@ -419,6 +419,7 @@ class Database:
             folder,
             tables,
             self.max_bytes,
+            map_reserve=self.max_bytes - self.ordinary_bytes,
             disk_reserve=disk_reserve,
             sync_roots=self._sync_roots,
             max_readers=self._max_readers,

@@ -100,6 +100,7 @@ class LmdbFile:
         tables: Iterable[Table],
         max_bytes: int,
         *,
+        map_reserve: int,
         disk_reserve: int,
         sync_roots: bool,
         max_readers: int,
@@ -110,6 +111,7 @@ class LmdbFile:
             folder: Its folder, which exists.
             tables: Its tables.
             max_bytes: The size of the map.
+            map_reserve: Bytes of the map for ending and deleting captures.
             disk_reserve: Bytes on the disk that `allocate` keeps beyond the pages in use.
             sync_roots: Whether a commit is synced when it returns; see the module's docstring.
             max_readers: How many threads may read at once.
@@ -144,6 +146,9 @@ class LmdbFile:
         with self.reading() as raw:
             self.used_bytes = self.measure(raw)
             """Bytes of the pages in use. LMDB reuses the pages of what was deleted."""
+        if self.used_bytes + map_reserve > max_bytes:
+            # The limit was greater before. Deleting writes pages too, so without more room nothing could be deleted.
+            self._env.set_mapsize(max(max_bytes, self._allocated + map_reserve))
 
     def begin(self) -> Any:
         """Begin a read transaction, which the caller aborts.

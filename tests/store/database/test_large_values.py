@@ -36,7 +36,8 @@ def file(tmp_path: Path) -> Iterator[LmdbFile]:
 
 
 def open_file(folder: Path) -> LmdbFile:
-    return LmdbFile(folder, [Table.FRAMES, Table.META], 1 << 28, disk_reserve=1 << 20, sync_roots=False, max_readers=8)
+    reserves = {"map_reserve": 1 << 20, "disk_reserve": 1 << 20}
+    return LmdbFile(folder, [Table.FRAMES, Table.META], 1 << 28, **reserves, sync_roots=False, max_readers=8)
 
 
 def put(file: LmdbFile, values: dict[bytes, bytes]) -> None:

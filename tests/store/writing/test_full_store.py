@@ -119,6 +119,23 @@ def test_many_captures_of_a_full_store_are_deleted_with_one_call(small_store: Se
         open_wide(client, "b")
 
 
+def test_captures_are_deleted_after_a_restart_with_a_smaller_limit(tmp_path: Path) -> None:
+    names = [f"c{number}" for number in range(60)]
+    with serving(tmp_path / "store", max_bytes=96 * MIB) as (_, client):
+        for name in names:
+            open_wide(client, name)
+            client.append([wide_chunk(0)], name)
+            client.seal(name, generated=[0], outcome=ABORTED)
+    with serving(tmp_path / "store", max_bytes=16 * MIB) as (_, client):
+        with failing_with(Reason.ERROR_REASON_STORE_FULL):
+            client.open(describe("d"))
+        for name in names:
+            delete(client, name)
+        wait_for(lambda: stats(client).num_chunks == 0)
+        wait_for(lambda: not stats(client).why_full)
+        client.open(describe("d"))
+
+
 def test_captures_that_wait_for_a_full_store_end_after_a_time(small_store: Serve) -> None:
     with small_store(full_timeout_seconds=1.0) as (_, client):
         for name in ("sealed", "unsealed"):
