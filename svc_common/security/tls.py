@@ -155,6 +155,7 @@ class _Certificates:
         self._cert, self._key, self._client_ca = settings.tls_cert, settings.tls_key, settings.tls_client_ca
         self._lock = threading.Lock()
         self._stamp = self._current_stamp()
+        self._why_unused = ""  # what was logged when changed files could not be used
 
     def credentials(self) -> grpc.ServerCredentials:
         """Return the server's credentials. gRPC asks for changed certificates at each handshake."""
@@ -165,18 +166,21 @@ class _Certificates:
     def _changed(self) -> Any:
         """Return the certificates if they have changed, else None, which gRPC's type stubs do not allow.
 
-        If the new files cannot be used, log that and keep the current certificates.
+        If the new files cannot be used, log that and keep the current certificates. The next handshake tries again: the
+        files may be fine, and the process has too many open files.
         """
         with self._lock:
             try:
                 stamp = self._current_stamp()
                 if stamp == self._stamp:
                     return None
-                self._stamp = stamp
                 configuration = self._load()
-            except SecurityError as error:
-                _log.error("cannot use the changed certificates; keeping the current ones", error=str(error))
+            except OSError as error:
+                if str(error) != self._why_unused:
+                    _log.error("cannot use the changed certificates; keeping the current ones", error=str(error))
+                self._why_unused = str(error)
                 return None
+            self._stamp, self._why_unused = stamp, ""
             _log.info("certificates reloaded", cert=str(self._cert))
             return configuration
 

@@ -54,6 +54,10 @@ class TokensError(OSError):
     """A tokens file cannot be used. The message says why, and reveals nothing of the file's contents."""
 
 
+class _UnreadableError(TokensError):
+    """The file cannot be read at the moment, whatever it contains."""
+
+
 class Right(enum.Enum):
     """What a token may allow."""
 
@@ -160,6 +164,7 @@ class TokenFile:
         self._lock = threading.Lock()
         self._stamp = self._current_stamp()
         self._table = _load(path)
+        self._why_unread = ""  # what was logged when the changed file could not be read
         _log.info("tokens read", path=str(path), tokens=len(self._table))
 
     def table(self) -> TokenTable:
@@ -167,8 +172,13 @@ class TokenFile:
         with self._lock:
             stamp = self._current_stamp()
             if stamp != self._stamp:
-                self._stamp = stamp
-                self._reload()
+                before, self._stamp = self._stamp, stamp
+                try:
+                    self._reload()
+                except _UnreadableError as error:
+                    # The next call reads it again: with too many open files, a removed token would stay known for ever.
+                    self._stamp = before
+                    self._note_unread(str(error))
             return self._table
 
     def _reload(self) -> None:
@@ -180,11 +190,19 @@ class TokenFile:
                 self._stamp = self._current_stamp()
                 table = _load(self._path)
             self._table = table
+        except _UnreadableError:
+            raise
         except TokensError as error:
             # No traceback: it could reveal the file's contents.
             _log.error("cannot use the changed tokens file; keeping its previous contents", error=str(error))
         else:
+            self._why_unread = ""
             _log.info("tokens reloaded", path=str(self._path), tokens=len(self._table))
+
+    def _note_unread(self, why: str) -> None:
+        if why != self._why_unread:
+            _log.error("cannot read the changed tokens file; keeping its previous contents", error=why)
+        self._why_unread = why
 
     def _current_stamp(self) -> tuple[int, ...]:
         try:
@@ -237,7 +255,7 @@ def _load(path: Path) -> TokenTable:
     try:
         file = _File.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
-        raise TokensError(f"tokens: {path} cannot be read: {error.strerror or error}") from None
+        raise _UnreadableError(f"tokens: {path} cannot be read: {error.strerror or error}") from None
     except ValidationError as error:
         problems = "; ".join(f"{_place(item['loc'])}: {item['msg']}" for item in error.errors(include_input=False))
         raise TokensError(f"tokens: {path}: {problems}") from None

@@ -139,6 +139,27 @@ def test_certificates_are_renewed_while_the_service_runs(store, tmp_path, author
         assert stats_sync(endpoint, tls=tls)
 
 
+def test_certificates_are_renewed_once_they_can_be_read(store, tmp_path, authority, server_pair, monkeypatch):
+    """A process with too many open files cannot read them. Nothing of the files changes when it can again."""
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    old = authority.issue("soon-expired-too", days=-1)
+    shutil.copy(old.key, key)
+    shutil.copy(old.cert, cert)
+    tls = residuum.TLS(ca=authority.path)
+
+    def refused(*_args, **_options):
+        raise SecurityError("Too many open files")
+
+    with store(tls_cert=cert, tls_key=key) as endpoint:
+        shutil.copy(server_pair.key, key)
+        shutil.copy(server_pair.cert, cert)
+        with monkeypatch.context() as patch:
+            patch.setattr("svc_common.security.tls._Certificates._load", refused)
+            with pytest.raises(residuum.Unreachable, match="has expired"):
+                stats_sync(endpoint, tls=tls)
+        assert stats_sync(endpoint, tls=tls)
+
+
 def test_unusable_files_are_reported_at_startup(store, tmp_path, authority, server_pair, client_pair):
     text = tmp_path / "text"
     text.write_text("no PEM")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import threading
 from pathlib import Path
@@ -106,6 +107,24 @@ def test_a_file_that_could_not_be_read_is_read_once_its_permissions_allow_it(tok
     before = tokens.path.stat().st_ctime_ns
     while tokens.path.stat().st_ctime_ns == before:
         tokens.path.chmod(0o640)
+    assert not file.table().find(removed)
+    assert file.table().find(kept)
+
+
+def test_a_removed_token_is_unknown_once_the_file_can_be_read(tokens, monkeypatch, capfd):
+    """A process with too many open files cannot read it. Nothing of the file changes when it can again."""
+    removed, kept = tokens.add("alice", "read"), tokens.add("alice", "read")
+    file = TokenFile(tokens.path)
+    tokens.replace(f'[[token]]\nhash = "{token_hash(kept)}"\ntenant = "alice"\nrights = ["read"]\n')
+
+    def refused(*_args, **_options):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", refused)
+        assert file.table().find(removed), "the service keeps the old contents"
+        assert file.table().find(removed)
+    assert capfd.readouterr().out.count("Too many open files") == 1, "one line says it"
     assert not file.table().find(removed)
     assert file.table().find(kept)
 
