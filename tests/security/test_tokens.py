@@ -157,6 +157,23 @@ def test_a_client_reads_its_file_again(store, tokens, tmp_path):
         assert client.stats()
 
 
+@pytest.mark.parametrize("gap", ["empty", "missing", "in another encoding"])
+def test_a_client_keeps_its_token_while_its_file_is_overwritten(store, tokens, tmp_path, gap):
+    old, new = tokens.add("alice", "read"), tokens.add("alice", "read")
+    file = tmp_path / "token"
+    file.write_text(old)
+    with store(tokens=tokens.path) as endpoint, residuum.Client("localhost:1", store=endpoint, token=file) as client:
+        assert client.stats()
+        if gap == "missing":
+            file.unlink()
+        else:
+            file.write_bytes(b"" if gap == "empty" else b"\xff\xfe")
+        assert client.stats()
+        file.write_text(new)
+        tokens.replace(tokens.path.read_text().replace(token_hash(old), HASH))
+        assert client.stats()
+
+
 @pytest.mark.parametrize("way", ["environment", "file in the environment", "flag"])
 def test_the_command_finds_the_token(store, tokens, tmp_path, monkeypatch, capsys, way):
     token = tokens.add("alice", "read")

@@ -134,8 +134,10 @@ class TokenSource:
     def get(self) -> str:
         """Return the current token.
 
+        If the file has had a token and has none now, that one remains: `>` and `cp` empty a file before they write it.
+
         Raises:
-            CredentialsError: The file cannot be read, or does not hold a token.
+            CredentialsError: The file cannot be read, or does not hold a token. Only `__init__` raises this.
         """
         if self._path is None:
             return self._token
@@ -144,7 +146,11 @@ class TokenSource:
                 stamp = file_stamp(self._path)
                 if stamp != self._stamp:
                     self._token, self._stamp = _check_token(self._path.read_text().strip(), str(self._path)), stamp
-            except (OSError, UnicodeDecodeError) as error:
+            except (OSError, ValueError) as error:
+                if self._token:
+                    return self._token
+                if isinstance(error, CredentialsError):
+                    raise
                 raise CredentialsError(f"The token file {self._path} cannot be read: {error}") from None
             return self._token
 

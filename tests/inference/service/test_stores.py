@@ -13,7 +13,7 @@ from inference_svc.captures import store_link
 from inference_svc.captures.stores import Stores
 from inference_svc.requests.registry import RequestRegistry
 from residuum.rpc.channels import open_aio_channel
-from residuum.rpc.credentials import Credentials
+from residuum.rpc.credentials import Credentials, CredentialsError, TokenSource
 from residuum.rpc.errors import Failure
 from residuum.v1 import capture_pb2, inference_pb2, store_pb2, store_pb2_grpc, tensor_pb2
 from residuum.wire.placement import StoreAddress, first_rank, parse_stores
@@ -170,7 +170,8 @@ async def test_requests_without_an_id_go_to_another_store_while_theirs_is_full(g
         assert not await group.ids("a")
 
 
-async def test_a_capture_is_sealed_although_the_token_cannot_be_read_for_a_while(group, tmp_path):
+async def test_a_capture_is_sealed_although_the_token_cannot_be_read_for_a_while(group, tmp_path, monkeypatch):
+    """As when the connection is new, so that no earlier token is known."""
     token = tmp_path / "token"
     token.write_text("secret")
     (address,) = parse_stores(group.addresses("a"))
@@ -183,13 +184,17 @@ async def test_a_capture_is_sealed_although_the_token_cannot_be_read_for_a_while
     description.spec.encoding = capture_pb2.ENCODING_RAW
     description.spec.sites.append(capture_pb2.SITE_RESID_POST)
     await keeper.open(description)
-    token.unlink()
-    with capture_logs() as lines:
+
+    def refused(_source):
+        raise CredentialsError(f"The token file {token} cannot be read")
+
+    with capture_logs() as lines, monkeypatch.context() as patch:
+        patch.setattr(TokenSource, "get", refused)
         seal = store_pb2.SealCaptureRequest(capture_id="x", outcome=capture_pb2.CAPTURE_STATE_ABORTED)
         seal.sequences.add(finish_reason="abort")
         keeper.seal(seal)
         await until(lambda: not keeper.answered)
-        token.write_text("another")
+        patch.undo()
         await until(lambda: not keeper.num_seals)
     (line,) = lines
     assert (line["request_id"], line["log_level"]) == ("x", "warning")
