@@ -233,12 +233,16 @@ class _Token(_Strict):
         return Caller(self.tenant, self.rights)
 
 
+_Limit = Field(ge=0, lt=1 << 63)
+"""Statistics have the limits as numbers of 64 bits."""
+
+
 class _Tenant(_Strict):
-    max_bytes: ByteSize | None = None
-    max_open_captures: Annotated[int, Field(ge=0)] | None = None
-    max_vector_bytes: ByteSize | None = None
-    max_requests: Annotated[int, Field(ge=0)] | None = None
-    max_sae_bytes: ByteSize | None = None
+    max_bytes: Annotated[ByteSize, _Limit] | None = None
+    max_open_captures: Annotated[int, _Limit] | None = None
+    max_vector_bytes: Annotated[ByteSize, _Limit] | None = None
+    max_requests: Annotated[int, _Limit] | None = None
+    max_sae_bytes: Annotated[ByteSize, _Limit] | None = None
 
 
 class _File(_Strict):

@@ -49,6 +49,8 @@ BAD = {
     "an unknown limit": ("[tenant.a]\nbytes = 1", "tenant.a.bytes: Extra inputs are not permitted"),
     "a bad limit": ('[tenant.a]\nmax_bytes = "many"', "tenant.a.max_bytes"),
     "a negative limit": ("[tenant.a]\nmax_open_captures = -1", "tenant.a.max_open_captures"),
+    "too large a limit": ('[tenant.a]\nmax_bytes = "8EiB"', "tenant.a.max_bytes: Input should be less than"),
+    "too many captures": (f"[tenant.a]\nmax_open_captures = {1 << 63}", "tenant.a.max_open_captures"),
     "limits of nobody": ('[tenant."a/b"]\nmax_bytes = 1', "is not a valid tenant name"),
 }
 
