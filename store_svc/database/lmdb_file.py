@@ -140,6 +140,7 @@ class LmdbFile:
             self.tables = {table: self._env.open_db(table.value) for table in tables}
         except lmdb.Error as error:
             raise DamagedError(f"Cannot open the database in {folder}: {error}.") from error
+        self._descriptor = os.open(self._data, os.O_RDWR)  # kept: later the process may have too many open files
         self._allocated = self._data.stat().st_size
         self.is_synced = False
         """Whether every commit survives a power failure. An earlier process may have left commits that do not."""
@@ -213,7 +214,7 @@ class LmdbFile:
             return
         end = -(-(used_bytes + self._disk_reserve) // _GROWTH_STEP) * _GROWTH_STEP
         try:
-            _allocate(self._data, self._allocated, end)
+            _allocate(self._descriptor, self._allocated, end)
         except OSError as error:
             if error.errno in _NO_ROOM:
                 raise StoreFullError(f"the disk is full: {error.strerror}") from error
@@ -234,6 +235,7 @@ class LmdbFile:
 
     def close(self) -> None:
         """Close the file. It must not be used afterwards."""
+        os.close(self._descriptor)
         self._env.close()
 
     @contextmanager
@@ -268,7 +270,7 @@ def items(raw: Any, table: Any, prefix: bytes) -> Iterator[tuple[bytes, memoryvi
         found = cursor.next()
 
 
-def _allocate(path: Path, start: int, end: int) -> None:
+def _allocate(descriptor: int, start: int, end: int) -> None:
     """Allocate bytes of a file on its disk, without changing its size.
 
     Raises:
@@ -277,10 +279,6 @@ def _allocate(path: Path, start: int, end: int) -> None:
     fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)  # os.posix_fallocate changes the size
     if fallocate is None:
         raise OSError(errno.ENOSYS, "this system has no fallocate")
-    descriptor = os.open(path, os.O_RDWR)
-    try:
-        if fallocate(descriptor, _KEEP_SIZE, ctypes.c_int64(start), ctypes.c_int64(end - start)):
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number))
-    finally:
-        os.close(descriptor)
+    if fallocate(descriptor, _KEEP_SIZE, ctypes.c_int64(start), ctypes.c_int64(end - start)):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))

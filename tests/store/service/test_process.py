@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -62,6 +63,21 @@ def write_until_killed(process: Process, chunks: list[bytes], acks_before_kill: 
     assert answers.code() == grpc.StatusCode.UNAVAILABLE
     process.process.wait()
     return acked
+
+
+@ONE_AND_SEVERAL
+def test_a_store_with_too_many_open_files_stores_rows(start: Start) -> None:
+    """The files grow beyond what is allocated of them."""
+    width = 1 << 12
+    process = start()
+    process.client.open(describe(prompt=32, width=width))
+    pid = process.process.pid
+    count = len(list(Path(f"/proc/{pid}/fd").iterdir()))
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (count, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    chunks = [make_chunk(LAYERS, range(first, first + 8), width=width) for first in range(0, 32, 8)]
+    assert not any(answer.rejections for answer in process.client.append(chunks))
+    assert process.client.seal(generated=(1,)).state == COMPLETE
+    assert process.end() == 0
 
 
 @ONE_AND_SEVERAL
