@@ -289,7 +289,7 @@ def running_services(
 ) -> Iterator[tuple[Service, Service]]:
     """Run both services for as long as the context lasts. Yields (store, inference), both serving.
 
-    In the main thread, SIGTERM ends the context as Ctrl-C does.
+    In the main thread, SIGTERM and SIGHUP end the context as Ctrl-C does.
 
     Args:
         model: The model to serve, a folder or a name.
@@ -346,15 +346,20 @@ def stop_all(services: Sequence[Service]) -> None:
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Let SIGTERM interrupt as Ctrl-C does. Only the main thread can."""
+    """Let SIGTERM and SIGHUP, the signal of a closed terminal, interrupt as Ctrl-C does. Only the main thread can."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = signal.signal(signal.SIGTERM, _interrupt)
+    previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    if previous[signal.SIGHUP] == signal.SIG_IGN:  # `nohup` has started this program
+        del previous[signal.SIGHUP]
+    for number in previous:
+        signal.signal(number, _interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def is_free(port: int) -> bool:
@@ -378,5 +383,7 @@ def _is_worth_showing(line: str) -> bool:
 
 
 def _interrupt(number: int, frame: object) -> None:
-    del number, frame
+    del frame
+    if number == signal.SIGHUP:  # the kernel and the shell both send it: the second one would kill the services
+        signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt

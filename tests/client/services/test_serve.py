@@ -21,7 +21,7 @@ import residuum
 from residuum.cli import main
 from residuum.cli.services import serve as command
 from svc_common import serve_command
-from svc_common.launcher import Service, ServiceFailedError, is_free, start_inference
+from svc_common.launcher import Service, ServiceFailedError, is_free, start_inference, terminable
 
 pytestmark = pytest.mark.slow  # it starts many processes
 
@@ -85,6 +85,25 @@ def test_temporary_captures_leave_nothing(tmp_path):
         assert endpoints(process)[2] == "deleted at the end"
         stop(process, signal.SIGINT)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_closed_terminal_ends_both_services_in_order(tmp_path):
+    with started(tmp_path) as process:
+        store, inference, _ = endpoints(process)
+        process.send_signal(signal.SIGHUP)  # from the kernel
+        stop(process, signal.SIGHUP)  # and from the shell
+    assert all(is_free(int(endpoint.rpartition(":")[2])) for endpoint in (store, inference))
+    assert '"event": "stopped"' in (tmp_path / "residuum-data/store.log").read_text()
+
+
+def test_under_nohup_a_closed_terminal_ends_nothing():
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with terminable():
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, previous)
 
 
 def test_ctrl_c_while_the_model_is_loading(tmp_path):
