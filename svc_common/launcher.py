@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -98,6 +98,7 @@ class Service:
     """The host that it listens on."""
     log_start: int = 0
     """The size of its log when it was started. Earlier services may have written to the same file."""
+    _port: str = field(default="", init=False)
 
     @property
     def log(self) -> Path:
@@ -107,7 +108,9 @@ class Service:
     @property
     def endpoint(self) -> str:
         """Its address, host:port; valid once `wait_until_serving` has returned."""
-        return f"{self.host}:{(self.folder / f'{self.name}.port').read_text().strip()}"
+        # Read once: a second start in the same folder deletes the file, before it finds that the database is in use.
+        self._port = self._port or (self.folder / f"{self.name}.port").read_text().strip()
+        return f"{self.host}:{self._port}"
 
     @property
     def is_running(self) -> bool:
@@ -182,9 +185,10 @@ class Service:
             return "".join(deque(filter(is_shown, log), _SHOWN_LINES)).rstrip("\n")
 
     def _is_serving(self, tls: TLS | None) -> bool:
-        if not (self.folder / f"{self.name}.port").exists():
+        try:
+            endpoint = self.endpoint
+        except FileNotFoundError:
             return False
-        endpoint = self.endpoint
         with (
             grpc.secure_channel(endpoint, tls.channel_credentials()) if tls else grpc.insecure_channel(endpoint)
         ) as channel:

@@ -80,6 +80,17 @@ def test_captures_are_kept_and_both_services_end(tmp_path):
         stop(process, signal.SIGTERM)
 
 
+def test_a_second_start_in_the_same_folder_does_not_end_the_first(scripted, tmp_path):
+    with serve_command.serving("peer", progress=False) as (store, inference):
+        before = store.endpoint, inference.endpoint
+        with (
+            pytest.raises(ServiceFailedError, match="is in use by another store"),
+            serve_command.serving("peer", progress=False),
+        ):
+            pass
+        assert (store.endpoint, inference.endpoint) == before
+
+
 def test_temporary_captures_leave_nothing(tmp_path):
     with started(tmp_path, "--temporary") as process:
         assert endpoints(process)[2] == "deleted at the end"
