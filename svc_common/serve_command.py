@@ -12,7 +12,7 @@ import tempfile
 import time
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from residuum.rpc.extras import install_server
 from svc_common import services_of_actor
@@ -139,9 +139,16 @@ def _check_settings(model: str, flags: Sequence[str]) -> None:
     settings = pkgutil.resolve_name(_INFERENCE_SETTINGS)  # by name, because this package knows neither service
     arguments = ["--model", model, f"--store={LOOPBACK}:1", *flags, f"--listen={LOOPBACK}:0"]
     try:
-        read_settings(settings, f"python -m {_INFERENCE}", arguments).check_folders()
+        read: Any = read_settings(settings, f"python -m {_INFERENCE}", arguments)
+        read.check_folders()
     except BadSettingsError as error:
         raise WrongCommandLineError(str(error).strip()) from None
+    if read.tls_cert is not None:  # otherwise its health is asked for in plain text, for ever
+        raise WrongCommandLineError(
+            "the services are open to this machine only, and without TLS. Leave out --tls-cert, --tls-key and "
+            "--tls-client-ca, also as RESIDUUM_ variables and in a settings file. To serve with TLS, start the "
+            "services separately: python -m store_svc, python -m inference_svc"
+        )
 
 
 def _check_can_serve(flags: Sequence[str], *, needs_store: bool) -> None:

@@ -297,6 +297,21 @@ def test_a_wrong_flag_is_told_before_anything_starts(tmp_path, monkeypatch, caps
     assert not (tmp_path / "data").exists()
 
 
+@pytest.mark.parametrize("how", ["flags", "environment", "file"])
+def test_tls_is_refused_because_the_command_would_wait_for_ever(scripted, tmp_path, monkeypatch, capsys, how):
+    tls, flags = {"tls-cert": "cert.pem", "tls-key": "cert.key"}, []
+    if how == "flags":
+        flags = [f"--{name}={value}" for name, value in tls.items()]
+    elif how == "environment":
+        for name, value in tls.items():
+            monkeypatch.setenv("RESIDUUM_" + name.replace("-", "_").upper(), value)
+    else:
+        (tmp_path / "settings.toml").write_text("\n".join(f'{name} = "{value}"' for name, value in tls.items()))
+        flags = ["--config", "settings.toml"]
+    assert serve_command.main(model="m", data=None, temporary=True, flags=flags) == 2
+    assert "without TLS. Leave out --tls-cert, --tls-key" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("folder", ["file", "file/inner"])
 def test_a_file_in_place_of_the_data_folder_is_told_in_words(scripted, tmp_path, capsys, folder):
     (tmp_path / "file").touch()
