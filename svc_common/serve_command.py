@@ -33,6 +33,8 @@ USUAL_PORTS = (50052, 50051)
 _OURS = ("--listen", "--port-file", "--store")
 _INFERENCE = "inference_svc"
 _INFERENCE_SETTINGS = "inference_svc.settings:InferenceSettings"
+_NO_FILE = ("--config=",)
+"""For the store: a settings file is the inference service's, also that of RESIDUUM_CONFIG."""
 _NEEDED = ("lmdb", "vllm")
 _POLL_SECONDS = 0.2
 _PLAIN_SECONDS = 15
@@ -86,6 +88,7 @@ def serving(
             model,
             ports=ports,
             inference_arguments=flags,
+            store_arguments=_NO_FILE,
             inference_module=_INFERENCE,
             cwd=Path.cwd(),
             folder=Path(scratch) if temporary else (data or DEFAULT_DATA).expanduser().absolute(),

@@ -80,6 +80,13 @@ def test_captures_are_kept_and_both_services_end(tmp_path):
         stop(process, signal.SIGTERM)
 
 
+def test_the_settings_file_of_the_environment_is_not_the_stores(scripted, tmp_path, monkeypatch):
+    (tmp_path / "inference.toml").write_text("max-num-seqs = 32")
+    monkeypatch.setenv("RESIDUUM_CONFIG", "inference.toml")
+    with serve_command.serving("peer", temporary=True, progress=False) as (store, _):
+        assert store.is_running
+
+
 def test_a_second_start_in_the_same_folder_does_not_end_the_first(scripted, tmp_path):
     with serve_command.serving("peer", progress=False) as (store, inference):
         before = store.endpoint, inference.endpoint
