@@ -124,24 +124,31 @@ class Service:
         return f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
 
     def wait_until_serving(
-        self, timeout_seconds: float, tls: TLS | None = None, *, waiting: Callable[[str, float], None] | None = None
+        self,
+        timeout_seconds: float,
+        tls: TLS | None = None,
+        *,
+        others: Sequence[Service] = (),
+        waiting: Callable[[str, float], None] | None = None,
     ) -> None:
         """Wait until the service's health check answers SERVING.
 
         Args:
             timeout_seconds: How long to wait.
             tls: How to connect, if the service uses TLS. Health checks need no token.
+            others: Services that must run meanwhile.
             waiting: Called while it waits, with the service's name and the seconds that have passed.
 
         Raises:
-            ServiceFailedError: The service exited, or was not ready in time.
+            ServiceFailedError: The service or one of the others exited, or it was not ready in time.
         """
         started = time.monotonic()
         while not self._is_serving(tls):
             passed = time.monotonic() - started
-            if not self.is_running:
-                message = f"The {self.name} service {self.ending}. Its log ends:"
-                raise ServiceFailedError(f"{message}\n{self.log_end()}")
+            for service in (self, *others):
+                if not service.is_running:
+                    message = f"The {service.name} service {service.ending}. Its log ends:"
+                    raise ServiceFailedError(f"{message}\n{service.log_end()}")
             if passed > timeout_seconds:
                 message = f"The {self.name} service was not ready within {timeout_seconds:.0f} s. Its log ends:"
                 raise ServiceFailedError(f"{message}\n{self.log_end()}")
@@ -329,7 +336,7 @@ def running_services(
                     launch=launch,
                 )
                 started.append(inference)
-                inference.wait_until_serving(timeout_seconds, waiting=waiting)
+                inference.wait_until_serving(timeout_seconds, others=[store], waiting=waiting)
             finally:
                 up()
             yield store, inference

@@ -85,7 +85,7 @@ def _serve(plan: ServicesPlan, folder: Path, actor: _Actor) -> None:
         for service in _start(plan, folder):
             started.append(service)
             # No timeout, because downloading a model may take long.
-            service.wait_until_serving(float("inf"), waiting=lambda *_: actor.check())
+            service.wait_until_serving(float("inf"), others=started[:-1], waiting=lambda *_: actor.check())
         _answer(inference=started[-1].endpoint)
         while all(service.is_running for service in started):
             actor.check(_POLL_SECONDS)

@@ -15,13 +15,14 @@ from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 import residuum
 from residuum.cli import main
 from residuum.cli.services import serve as command
 from svc_common import serve_command
-from svc_common.launcher import Service, ServiceFailedError, is_free, start_inference, terminable
+from svc_common.launcher import Service, ServiceFailedError, is_free, running_services, start_inference, terminable
 
 pytestmark = pytest.mark.slow  # it starts many processes
 
@@ -131,6 +132,26 @@ def test_ctrl_c_while_the_model_is_loading(tmp_path):
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (0, "", "stopped\n")
+
+
+def test_a_store_that_dies_while_the_model_is_loading_is_reported_at_once(scripted, tmp_path):
+    killed = []
+
+    def kill_store(service, _seconds):
+        if service == "inference" and not killed:
+            killed.extend(process for process in psutil.Process().children() if "store_svc" in process.cmdline())
+            killed[0].kill()
+
+    with (
+        pytest.raises(ServiceFailedError, match=r"The store service was killed by signal 9\. Its log ends:"),
+        running_services(
+            "never",
+            inference_module="tests.client.support.scripted_inference",
+            timeout_seconds=20,
+            waiting=kill_store,
+        ),
+    ):
+        pass
 
 
 def test_a_service_that_fails_is_reported_with_the_end_of_its_log(tmp_path):
