@@ -12,6 +12,8 @@ from residuum.wire.endpoints import parse_endpoint
     [
         ("localhost:50051", ("localhost", 50051)),
         ("store_1.a-b.example:1", ("store_1.a-b.example", 1)),
+        ("store.example.:1", ("store.example.", 1)),
+        ("größe.example:1", ("größe.example", 1)),
         ("127.0.0.1:65535", ("127.0.0.1", 65535)),
         ("[::1]:50051", ("[::1]", 50051)),
         ("[fe80::1%eth0]:50051", ("[fe80::1%eth0]", 50051)),
@@ -27,6 +29,7 @@ def test_host_and_port(endpoint, parts):
         "", ":", "localhost", ":1", "host:", "host:port", "host:-1", "host:+1", "host: 1", "host:1 ", "host:1\n",
         "host:99999", "host:65536", "host:100000000", "host:²", "host:١",
         "http://localhost:50051", "//host:1", "host/path:1", "dns:///host:1", "a host:1", "a:b:1",
+        "store..example:1", ".example:1", "a" * 64 + ".example:1",
         "::1:50051", "[::1:50051", "::1]:50051", "[]:1", "[host]:1",
     ],
 )  # fmt: skip

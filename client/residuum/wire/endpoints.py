@@ -27,6 +27,10 @@ def parse_endpoint(endpoint: str, *, listening: bool = False) -> tuple[str, int]
     if found is None:
         raise ValueError(f"{endpoint!r} is not host:port")
     host, port = found[1], int(found[2])
+    try:
+        host.encode("idna")  # as the lookup of the name does
+    except UnicodeError:
+        raise ValueError(f"{endpoint!r} is not host:port: no system can look up that name") from None
     first = 0 if listening else 1
     if not first <= port <= _LARGEST_PORT:
         raise ValueError(f"{endpoint!r} is not host:port: ports are {first} to {_LARGEST_PORT}")
