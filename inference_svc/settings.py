@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from os.path import expanduser
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -43,7 +44,7 @@ def parse_modules(texts: Iterable[str]) -> dict[str, str]:
             )
         if name in found:
             raise ValueError(f"two adapters are named {name!r}. Give each its own name")
-        found[name] = place
+        found[name] = expanduser(place)  # noqa: PTH111 - a Path would drop "./", which marks a folder
     return found
 
 
@@ -59,7 +60,7 @@ LoraModules = Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_list), 
 class InferenceSettings(SecureSettings, TapSettings):
     """Serve a language model with vLLM, and capture and steer its activations, over gRPC."""
 
-    model: str = Field(min_length=1)
+    model: Annotated[str, AfterValidator(expanduser)] = Field(min_length=1)
     """The model: a folder with configuration, weights and tokenizer, or a name on the Hugging Face hub."""
     listen: Endpoint = "127.0.0.1:50051"
     """host:port to serve on. Port 0 takes any free port; see port-file."""
@@ -186,7 +187,7 @@ class InferenceSettings(SecureSettings, TapSettings):
 
 
 def _check_folder(setting: str, place: str) -> None:
-    if place.startswith(("/", "./", "../", "~")) and not Path(place).expanduser().is_dir():
+    if place.startswith(("/", "./", "../", "~")) and not Path(place).is_dir():
         raise BadSettingsError(
             f"  {setting}: there is no folder {place!r}. Give the path of an existing folder, or a name on the Hugging "
             "Face hub."

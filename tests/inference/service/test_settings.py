@@ -73,6 +73,14 @@ def test_a_folder_that_does_not_exist_ends_the_start_before_the_model_is_loaded(
     assert f"{flag} (RESIDUUM_{flag[2:].upper().replace('-', '_')}): there is no folder '/nowhere/x'." in ended.stderr
 
 
+def test_the_home_folder_may_be_written_as_a_tilde(monkeypatch, tmp_path):
+    """vLLM does not know it, and takes such a path for a name on the Hugging Face hub."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "tiny").mkdir()
+    settings = load_settings(InferenceSettings, "program", ["--model", "~/tiny", "--lora-modules", "joy=~/tiny"])
+    assert (settings.model, settings.adapters) == (f"{tmp_path}/tiny", {"joy": f"{tmp_path}/tiny"})
+
+
 def test_a_wrong_flag_is_told_in_one_line():
     ended = run("--model", "x", "--nosuch")
     assert ended.returncode == 2
