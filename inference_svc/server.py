@@ -136,7 +136,11 @@ class InferenceServer:
             raise SystemExit(str(error)) from None
         await server.start()
         if self._settings.port_file:
-            write_port_file(Path(self._settings.port_file), port)
+            try:
+                write_port_file(Path(self._settings.port_file), port)
+            except OSError as error:
+                await server.stop(None)
+                raise SystemExit(f"port-file: it cannot be written: {error}") from None
         _log.info("listening", address=f"{host}:{port}")
         return server
 

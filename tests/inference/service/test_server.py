@@ -58,6 +58,13 @@ def test_a_bad_file_of_rules_stops_the_service_before_the_model_is_loaded(start)
     assert not start.engines
 
 
+def test_a_port_file_that_cannot_be_written_stops_the_service_before_the_model_is_loaded(start, tmp_path, monkeypatch):
+    monkeypatch.setenv("RESIDUUM_PORT_FILE", str(tmp_path / "missing/port"))
+    with pytest.raises(SystemExit, match=r"port-file: it cannot be written: .*missing/port"):
+        start(None)
+    assert not start.engines
+
+
 def test_the_service_has_the_rules_of_the_file_of_its_settings_or_none(start, tmp_path, monkeypatch):
     residuum.Probe(np.ones(FACTS.hidden_size), layer=1).save(tmp_path / "one.safetensors")
     assembled = []
