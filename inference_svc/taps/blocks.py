@@ -108,7 +108,7 @@ class BlockPool:
         """Return how many rows are enough for any step.
 
         A step fills step_tokens / 32 blocks of 32 positions. Each request may leave two more blocks partly filled: one
-        at the end of its prompt, and one for generated tokens.
+        at the end of its prompt, and one for generated tokens. Those of a preempted request leave at once.
 
         Args:
             step_tokens: Most tokens that one step computes.

@@ -202,16 +202,17 @@ class Worker:
         self.runtime = TapRuntime(self.points, self.tap, self.pool, self.sink)
         self.hidden = hidden
 
-    def step(self, rows, *, admitted=(), finished=(), tensors=None):
+    def step(self, rows, *, admitted=(), finished=(), preempted=(), tensors=None):
         """Run one step.
 
         Args:
             rows: (request ID, first position, count) for each request, in the order of the batch.
             admitted: (request ID, plan or None) of new requests.
             finished: IDs of requests that ended.
+            preempted: IDs of requests that wait to be computed again.
             tensors: For each layer, or (site, layer), (hidden, residual or None), changed in place. None: zeros.
         """
-        self.runtime.begin_step(finished, admitted)
+        self.runtime.begin_step(finished, admitted, preempted)
         if rows:
             told = StepRows(*(list(column) for column in zip(*rows, strict=True)))
             self.runtime.place(lambda: told)

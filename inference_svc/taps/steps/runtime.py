@@ -115,15 +115,23 @@ class TapRuntime:
         """How many requests have not ended, as far as the scheduler has reported."""
         return len(self._requests)
 
-    def begin_step(self, finished: Iterable[str], admitted: Iterable[tuple[str, RequestPlan | None]]) -> None:
+    def begin_step(
+        self,
+        finished: Iterable[str],
+        admitted: Iterable[tuple[str, RequestPlan | None]],
+        preempted: Iterable[str] = (),
+    ) -> None:
         """Retire and admit requests before a step runs.
 
         Args:
             finished: IDs of requests that ended or were stopped since the last step.
             admitted: IDs and plans of requests that are scheduled for the first time. None: the request has no plan.
+            preempted: IDs of requests that wait to be computed again.
         """
         for request_id in sorted(finished):  # the same order on every rank: see `JoiningSink`
             self._retire(request_id)
+        for request_id in sorted(preempted):
+            self._empty(request_id)
         for request_id, whole in admitted:
             own = self._pool is not None and (self._ranks is None or self._ranks.is_own(request_id))
             plan = whole and whole.for_points(self._points, captures=own, scores=self._scores)
@@ -255,6 +263,14 @@ class TapRuntime:
         """Return the capacity of a new request's first block. It cycles through all sizes, in steps far apart."""
         self._admitted += 1
         return BLOCK_TOKENS - self._admitted * _SIZE_STEP % BLOCK_TOKENS
+
+    def _empty(self, request_id: str) -> None:
+        """Send the rows of a preempted request. Any number of requests may wait, and the pool has no room for them."""
+        self._settle({request_id})
+        state = self._requests.get(request_id)
+        if state is not None and state.block is not None and self._sink:
+            block, state.block = state.block, None
+            self._sink.send([block])
 
     def _retire(self, request_id: str) -> None:
         self._settle({request_id})

@@ -38,12 +38,17 @@ class TapRuntimes:
         captures = self._ranks.open_captures if self._ranks else 0  # the runtimes know only those of this rank
         return max(captures, *(runtime.open_requests for runtime in self._all))
 
-    def begin_step(self, finished: Sequence[str], admitted: Sequence[tuple[str, RequestPlan | None]]) -> None:
+    def begin_step(
+        self,
+        finished: Sequence[str],
+        admitted: Sequence[tuple[str, RequestPlan | None]],
+        preempted: Iterable[str] = (),
+    ) -> None:
         """See `TapRuntime.begin_step`."""
         if self._ranks:
             self._ranks.begin_step(finished, admitted)
         for runtime in self._all:
-            runtime.begin_step(finished, admitted)
+            runtime.begin_step(finished, admitted, preempted)
         if self._scores:
             self._scores.begin_step(finished, admitted)
 

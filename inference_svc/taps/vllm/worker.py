@@ -112,6 +112,7 @@ class TappedWorker:
         taps.runtime.begin_step(
             scheduler_output.finished_req_ids,
             [(request.req_id, _plan_of(request)) for request in scheduler_output.scheduled_new_reqs],
+            scheduler_output.preempted_req_ids or (),
         )
         output = super().execute_model(scheduler_output)  # type: ignore[misc]
         taps.runtime.send_scores()

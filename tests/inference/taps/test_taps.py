@@ -331,6 +331,25 @@ def test_the_pool_has_room_for_the_worst_step():
     assert [chunk.positions for chunk in worker.ring.take()] == [[*range(32)], [32]] * len(names)
 
 
+def test_any_number_of_preempted_requests_may_wait():
+    """vLLM may begin a request before those that it preempted: by their priority, for example."""
+    worker = Worker(layers=range(1), rows=BlockPool.rows_needed(step_tokens=4, requests=2, units=1))
+    free, names = worker.pool.free_rows, [f"r{at}" for at in range(20)]
+    for name in names:
+        worker.step([(name, 0, 3)], admitted=[(name, RequestPlan(4, capture(name)))])
+        worker.step([(name, 3, 1)])
+        for position in (4, 5):  # from the second one on in a steady batch
+            worker.step([(name, position, 1)])
+        worker.step([], preempted=[name])
+        assert worker.pool.free_rows == free, "a request that waits takes no room"
+    for name in names:
+        worker.step([(name, 0, 4)])
+        worker.step([(name, 4, 4)])
+        worker.step([], finished=[name])
+    stored = [(chunk.capture_id, position) for chunk in worker.ring.take() for position in chunk.positions]
+    assert sorted(stored) == sorted((name, position) for name in names for position in range(8)), "each row once"
+
+
 def test_one_block_never_holds_prompt_and_generated_rows():
     """Not even when a step computes rows on both sides of the border."""
     worker = Worker()

@@ -10,7 +10,7 @@ import pytest
 from inference_svc.taps.plan import RequestPlan
 from inference_svc.taps.vllm.worker import TappedWorker
 
-STEP = SimpleNamespace(finished_req_ids=set(), scheduled_new_reqs=[])
+STEP = SimpleNamespace(finished_req_ids=set(), scheduled_new_reqs=[], preempted_req_ids=None)
 
 
 class Worker:
@@ -79,8 +79,9 @@ def test_a_step_begins_with_the_plans_of_new_requests():
     worker, plan = Tapped(), RequestPlan(4, name="r#0")
     parameters = (SimpleNamespace(extra_args=plan.to_extra_args()), SimpleNamespace(extra_args=None), None)
     new = [SimpleNamespace(req_id=f"r{at}", sampling_params=each) for at, each in enumerate(parameters)]
-    worker.execute_model(SimpleNamespace(finished_req_ids={"old"}, scheduled_new_reqs=new))
-    worker.calls.begin_step.assert_called_once_with({"old"}, [("r0", plan), ("r1", None), ("r2", None)])
+    step = SimpleNamespace(finished_req_ids={"old"}, scheduled_new_reqs=new, preempted_req_ids={"late"})
+    worker.execute_model(step)
+    worker.calls.begin_step.assert_called_once_with({"old"}, [("r0", plan), ("r1", None), ("r2", None)], {"late"})
 
 
 def test_a_step_without_tokens_is_finished_at_once():
