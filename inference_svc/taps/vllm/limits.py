@@ -24,12 +24,14 @@ def refuse_unsupported(config: Any) -> None:
         UnsupportedEngineError: It enables a feature with which rows would be missing, duplicated, or of other tokens.
     """
     passes = config.compilation_config.pass_config
+    recomputes = getattr(config.kv_transfer_config, "kv_load_failure_policy", "") == "recompute"
     features = {
         "speculative decoding: it computes rows of tokens that are then rejected": config.speculative_config,
         # vLLM 0.24 has this pass, 0.32 does not.
         "sequence parallelism: no rank holds whole rows": getattr(passes, "enable_sp", False),
         "dual batch overlap: a step's rows are in two batches": config.parallel_config.use_ubatching,
         "kv_sharing_fast_prefill: later layers compute no rows of prompts": config.cache_config.kv_sharing_fast_prefill,
+        "kv_load_failure_policy=recompute: it computes rows twice, first from KV that was not loaded": recomputes,
     }
     refused = [feature for feature, is_enabled in features.items() if is_enabled]
     refused += [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from vllm.config import KVTransferConfig
@@ -27,10 +28,10 @@ def config(
     )
 
 
-def transfer(connector: str, *joined: str) -> KVTransferConfig:
+def transfer(connector: str, *joined: str, **options: Any) -> KVTransferConfig:
     extra = {"connectors": [{"kv_connector": name, "kv_role": "kv_both"} for name in joined]}
     return KVTransferConfig(
-        kv_connector=connector, kv_role="kv_both", kv_connector_extra_config=extra if joined else {}
+        kv_connector=connector, kv_role="kv_both", kv_connector_extra_config=extra if joined else {}, **options
     )
 
 
@@ -54,6 +55,7 @@ def test_the_batch_invariant_mode_is_refused_on_a_cpu(monkeypatch: pytest.Monkey
         (config(enable_sp=True), "sequence parallelism"),
         (config(dual_batch=True), "dual batch overlap"),
         (config(fast_prefill=True), "kv_sharing_fast_prefill"),
+        (config(transfer=transfer("NixlConnector", kv_load_failure_policy="recompute")), "policy=recompute: .* twice"),
         (config(transfer=transfer("ExampleConnector")), "the KV connector ExampleConnector"),
         (
             config(transfer=transfer("MultiConnector", "OffloadingConnector", "LMCacheConnectorV1")),
