@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from residuum.values.captures.manifest_records import SteeringChange
     from tests.conformance.mixture.cases import Case, Outcome
     from tests.conformance.mixture.operations import Placed
+    from tests.conformance.mixture.probing import RuleDrawn
     from tests.conformance.mixture.tally import Tally
     from tests.conformance.mixture.world import World
 
@@ -54,7 +55,7 @@ class Checker:
         tally.counts[f"starts: {case.start}"] += 1
         if not outcome.prompt:
             return
-        if case.life == "read" and outcome.reply is None:
+        if case.life == "read" and outcome.reply is None and not _is_rightly_refused(case, outcome):
             tally.fault(name, f"no reply: {outcome.error}")
         if outcome.error and not outcome.error.startswith("RequestAborted"):
             tally.counts[f"errors: {outcome.error[:120]}"] += 1
@@ -277,6 +278,22 @@ class Checker:
 
 
 _LIVES = {"read": "reads to the end", "abort": "aborts", "leave": "leaves"}
+
+
+def _is_rightly_refused(case: Case, outcome: Outcome) -> bool:
+    """Return whether a request was refused for a reason that random requests may have: one of its rules could never
+    steer it, or its rules do not fit the worker's tables."""
+    if not outcome.error.startswith("InvalidRequest"):
+        return False
+    prompt, most = len(outcome.prompt), int(case.sampling["max_tokens"])
+    idle = [rule.given.name for rule in case.rules if rule.operations and not _may_steer(rule, prompt, most)]
+    return "operations in tables" in outcome.error or any(
+        f"steering of the rule {name} would never apply" in outcome.error for name in idle
+    )
+
+
+def _may_steer(rule: RuleDrawn, prompt: int, most: int) -> bool:
+    return any(item.positions.wanted(prompt, prompt + most)[prompt:].any() for item in rule.operations)
 
 
 def _take(asked: list[list[Placed]], change: SteeringChange) -> list[Placed] | None:
