@@ -18,6 +18,7 @@ from pyarrow import parquet
 
 import residuum
 from residuum.cli.main import make_parser
+from residuum.ray import files
 from residuum.ray import services as serving
 from residuum.ray.extracting import extract
 
@@ -157,3 +158,26 @@ def test_the_help_has_the_defaults():
     assert help_of["batch_size"].endswith(f"(default: {size})")
     assert help_of["node_timeout"].endswith(f"(default: {serving.NODE_SECONDS:g})")
     assert help_of["max_restarts"].endswith(f"(default: {serving.RESTARTS})")
+
+
+def test_prompts_of_files_are_those_that_the_files_have(cluster, tmp_path):
+    """Ray's readers would make 7 of "007", and would end lines within a prompt."""
+    lines = ['{"text": "123", "id": "007", "n": 9007199254740993}', '{"text": "5", "id": "2020-01-01", "n": null}']
+    for suffix in (".jsonl", ".ndjson"):
+        path = tmp_path / f"prompts{suffix}"
+        path.write_text("\ufeff" + "\n\n".join(lines))
+        assert files._read(str(path), suffix, "text").take_all() == [json.loads(line) for line in lines]
+    path = tmp_path / "prompts.txt"
+    path.write_text("\ufeffThe\u2028sea\r\n \nA\x0ctrain", newline="")
+    found = files._read(str(path), ".txt", "prompt").take_all()
+    assert found == [{"prompt": "The\u2028sea"}, {"prompt": "A\x0ctrain"}]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [(b"[1]\n", "is [1], not a JSON object"), (b"{\n", "is not JSON"), (b"\xff\n", "is not UTF-8")]
+)
+def test_a_line_that_is_not_json_is_named(cluster, tmp_path, text, message):
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(b'{"text": "The sea"}\n' + text)
+    with pytest.raises(residuum.InvalidRequest, match=re.escape(f"line 2 of prompts.jsonl {message}")):
+        files._read(str(path), ".jsonl", "text").materialize()

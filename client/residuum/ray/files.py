@@ -15,13 +15,15 @@ from pyarrow import fs
 from residuum.exceptions import InvalidRequest
 from residuum.extraction.inputs.splits import files_of_folder, files_of_split
 from residuum.ray.extracting import extract
+from residuum.ray.lines import read_json_lines, read_lines
 from residuum.ray.service_actor import ServicePlan
 from residuum.ray.services import Need, RayServices, running
 
 LOCAL = "local"
 """The address that stands for this machine alone."""
 
-_READERS = {".jsonl": "read_json", ".ndjson": "read_json", ".parquet": "read_parquet", ".txt": "read_text"}
+_JSON_SUFFIXES = (".jsonl", ".ndjson")
+_SUFFIXES = (*_JSON_SUFFIXES, ".parquet", ".txt")
 _SHOWN_ERRORS = 5
 
 
@@ -143,9 +145,9 @@ def _absolute(place: str) -> str:
 
 def _suffix(source: str) -> str:
     suffix = PurePath(source).suffix
-    if suffix not in {*_READERS, ""}:
+    if suffix not in {*_SUFFIXES, ""}:
         raise InvalidRequest(
-            f"The suffix of {source} names no kind of input that Ray reads. Use {', '.join(_READERS)}, or a folder "
+            f"The suffix of {source} names no kind of input that Ray reads. Use {', '.join(_SUFFIXES)}, or a folder "
             "with Parquet files.",
             reason="INVALID_FIELD",
         )
@@ -167,6 +169,6 @@ def _input(source: str) -> str | list[str]:
 
 
 def _read(source: str, suffix: str, column: str) -> Any:
-    reader = _READERS.get(suffix, "read_parquet")
-    found = getattr(ray.data, reader)(_input(source), **({"lines": True} if reader == "read_json" else {}))
-    return found.rename_columns({"text": column}) if reader == "read_text" and column != "text" else found
+    if suffix == ".txt":
+        return read_lines(_input(source), column)
+    return read_json_lines(_input(source)) if suffix in _JSON_SUFFIXES else ray.data.read_parquet(_input(source))
