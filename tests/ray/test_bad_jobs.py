@@ -38,6 +38,12 @@ def test_a_dataset_without_prompts_is_refused(cluster):
         residuum.ray.extract(ray.data.from_items([]), [NOWHERE], capture=CAPTURE)
 
 
+def test_an_actor_that_may_send_no_prompt_is_refused():
+    """It would wait for ever. The check comes before the dataset is looked at."""
+    with pytest.raises(residuum.InvalidRequest, match="max_concurrency must be at least 1, not 0"):
+        residuum.ray.extract(None, [NOWHERE], capture=CAPTURE, max_concurrency=0)
+
+
 def test_no_text_shows_the_token():
     """Ray may write the text of arguments to its logs, and its dashboard shows it."""
     settings = {"token": "secret-7", "endpoint": NOWHERE}

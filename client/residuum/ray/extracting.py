@@ -25,6 +25,7 @@ from residuum.extraction.shards import Shard, ShardInfo
 from residuum.extraction.spec import JobSpec, OnError, OnLong
 from residuum.ray.extracted_rows import ShardTables
 from residuum.ray.places import Places, places_of
+from residuum.transport.batches import check_concurrency
 from residuum.values.captures.capture import Capture
 from residuum.values.steering.operation_list import operation_list
 from residuum.values.steering.operations import Operation
@@ -131,6 +132,8 @@ def extract(
         context_length=context_length, on_long=on_long, shard_bytes=_SHARD_BYTES, sampling=sampling,
     )  # fmt: skip
     spec.check()
+    if max_concurrency is not None:
+        check_concurrency(max_concurrency)
     if on_error not in {"stop", "skip"}:
         raise InvalidRequest(f"on_error={on_error!r} does not exist. Choose 'stop' or 'skip'.")
     schema = prompts.schema()
