@@ -18,6 +18,7 @@ import pytest
 from vllm import config
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import DPLBAsyncMPClient
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
@@ -35,6 +36,7 @@ ROOT = Path(inference_svc.__file__).parent
 WORKERS = (Worker, CPUWorker)
 RUNNERS = (RunnerV1, RunnerV2, CPUModelRunner)
 OWNERS = {
+    "scheduler_output": (SchedulerOutput,),
     "vllm_config": (config.VllmConfig,),
     "model_config": (config.ModelConfig,),
     "parallel_config": (config.ParallelConfig,),
