@@ -81,6 +81,14 @@ def bytes_for_appends(max_bytes: int) -> int:
     return max_bytes - min(max_bytes // 8, _LARGEST_RESERVE)
 
 
+class _NewerFormatError(Exception):
+    """A change needs a newer format, which must be on the disk before a shard commits."""
+
+    def __init__(self, least: bytes) -> None:
+        super().__init__(least)
+        self.least = least
+
+
 class Txn:
     """A transaction. The views that it returns are valid until it ends or writes.
 
@@ -222,8 +230,11 @@ class Txn:
             self._note_format(_SECOND_CHOICES)
 
     def _note_format(self, least: bytes) -> None:
-        if bytes(self.get(Table.META, b"format") or b"") < least:
-            self.put(Table.META, b"format", least)
+        if bytes(self.get(Table.META, b"format") or b"") >= least:
+            return
+        if self._frames is not None:
+            raise _NewerFormatError(least)
+        self.put(Table.META, b"format", least)
 
     def _delete(self, table: Table, key: bytes) -> None:
         self._raw.delete(key, db=self._tables[table])
@@ -289,7 +300,7 @@ class Database:
         """Run a change in a transaction and commit it.
 
         Args:
-            change: The change. If it raises, nothing is written.
+            change: The change. If it raises, nothing is written. It runs again if it needs a newer format.
             reserve: Whether it may use the space of the map and of the disk that is reserved for ending and deleting
                 captures. Both must work in a full store.
 
@@ -305,17 +316,11 @@ class Database:
         if shards is None:
             return self._write(change, None, reserve=reserve)
         shards.take_back()  # what a failed write could not take back for want of room
-        frames = shards.changes()
-        try:
-            result = self._write(change, frames, reserve=reserve)
-        except BaseException:
-            with suppress(StoreFullError):  # the next write tries again
-                shards.take_back()
-            raise
-        finally:
-            frames.close()
-        shards.settle()
-        return result
+        while True:
+            try:
+                return self._write_shards(change, shards, reserve=reserve)
+            except _NewerFormatError as error:
+                self._commit_format(error.least)
 
     def try_room(self, num_bytes: int) -> None:
         """Find out whether this many bytes can be written to each file that holds frames: write and delete them.
@@ -397,6 +402,29 @@ class Database:
             if frames is not None and self._shards is not None:
                 self._shards.commit(frames, self._main, main_changes=txn.changed_main, keeps_reserve=keeps_reserve)
             return result
+
+    def _write_shards(self, change: Callable[[Txn], _T], shards: Shards, *, reserve: bool) -> _T:
+        frames = shards.changes()
+        try:
+            result = self._write(change, frames, reserve=reserve)
+        except BaseException:
+            with suppress(StoreFullError):  # the next write tries again
+                shards.take_back()
+            raise
+        finally:
+            frames.close()
+        shards.settle()
+        return result
+
+    def _commit_format(self, least: bytes) -> None:
+        """Commit a newer format and sync it.
+
+        The shards commit before the main file. If the process ended in between, an older store would open the database,
+        and not find the frames.
+        """
+        with self._main.writing() as raw:
+            raw.put(b"format", least, db=self._main.tables[Table.META])
+        self._main.sync()
 
     def _check_room(self, main_bytes: int, frames: FrameChanges | None) -> None:
         """Make sure that the reserves of the map and of the main file remain after a transaction.

@@ -18,13 +18,15 @@ from hypothesis import strategies as st
 
 from residuum.v1 import store_pb2
 from residuum.wire.rows.frame_keys import FrameKey
-from residuum.wire.rows.frames import parse_chunk
+from residuum.wire.rows.frames import parse_chunk, split_chunk
 from store_svc.captures.capture_names import CaptureName
 from store_svc.captures.catalog import Catalog
 from store_svc.captures.catalog_loading import load_catalog
 from store_svc.captures.numbers import next_number
 from store_svc.database.db import DamagedError, Database, StoreFullError, Table, Txn
-from store_svc.database.shards import Placement, Shards
+from store_svc.database.frames import PlacedFrame
+from store_svc.database.lmdb_file import LmdbFile
+from store_svc.database.shards import FrameChanges, Placement, Shards
 from store_svc.settings import StoreSettings
 from store_svc.writing.changes import Batch, purge_some
 from tests.store.support import (
@@ -342,6 +344,41 @@ def test_rows_that_were_not_acknowledged_are_rows_if_their_capture_is_open(
         client.append([make_chunk([0, 2], range(5)), make_chunk([1], range(5))])
         assert client.read()[0] == grid(LAYERS, range(5))
         assert client.seal(generated=[2]).state == COMPLETE
+
+
+@pytest.mark.parametrize(("is_placed", "count", "expected"), [(True, 1, b"4"), (False, 4, b"6"), (True, 4, b"6")])
+def test_older_stores_refuse_what_a_crash_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_placed: bool, count: int, expected: bytes
+) -> None:
+    """The shards commit first. Frames that older stores would not find, or not understand, may be all there is."""
+    chunk = make_chunk(LAYERS, [0])
+    head, payload = split_chunk(chunk)
+    frame = PlacedFrame(bytes(head), memoryview(payload), parse_chunk(chunk).crc32c) if is_placed else chunk
+    commit, runs = Shards.commit, 0
+
+    def change(txn: Txn) -> None:
+        nonlocal runs
+        runs += 1
+        for found in same:
+            txn.put_frame(found, frame)
+
+    def commit_after_a_sync(shards: Shards, frames: FrameChanges, main: LmdbFile, **more: bool) -> None:
+        assert main.is_synced, "a power failure could undo the format alone"
+        commit(shards, frames, main, **more)
+
+    with database(tmp_path / "db", shards=2) as db:
+        assert db._shards
+        same = [found for at in range(40) if db._shards._placement.of(found := key(1, position=at))[0] == 0][:count]
+        with monkeypatch.context() as patch:
+            patch.setattr(Shards, "commit", commit_after_a_sync)
+            with copied_before_the_main_file_commits(db, tmp_path / "copy", monkeypatch):
+                db.write(change)
+        assert (format_of(db), len(frames_of(db))) == (expected, count)
+        runs, same = 0, [key(2, position=position) for position in range(count)]
+        db.write(change)
+        assert runs == 1, "a change runs again only when the format changes"
+    with database(tmp_path / "copy") as db:
+        assert (format_of(db), len(frames_of(db))) == (expected, count)
 
 
 def test_a_capture_whose_last_rows_came_just_before_a_crash_ends(
