@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from store_svc.archive.copying import COPIERS
 from store_svc.calls import MAX_SEARCHES, SHORT_CALLS
+from store_svc.writing.write_queue import MOST_GROUP_BYTES
 
 _MIB = 1 << 20
 
@@ -13,8 +14,8 @@ _BASE = 160 * _MIB
 _KEPT = 256 * _MIB
 """Freed memory that glibc keeps (svc_common/memory.py)."""
 
-_QUEUE = 384 * _MIB
-"""Chunks that wait for the writer, chunks that it is writing, and LMDB's copies of these, with 8 shards or more."""
+_QUEUE = 4 * MOST_GROUP_BYTES
+"""Chunks that wait for the writer, for two transactions; chunks that it is writing, and LMDB's copies of these."""
 
 _WRITER = 12 * _MIB
 """For each writer stream: one message being received, and one waiting for room in the queue, with a large chunk from

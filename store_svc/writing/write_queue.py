@@ -17,8 +17,9 @@ from store_svc.database.frames import PlacedFrame, frame_bytes
 from store_svc.writing.changes import Batch
 from store_svc.writing.placed import checksum_mismatch
 
-_LEAST_GROUP_BYTES, _MOST_GROUP_BYTES = 32 << 20, 128 << 20
-"""Bytes of chunks in one transaction. For one file, larger transactions are no faster, and delay acknowledgements."""
+_LEAST_GROUP_BYTES, MOST_GROUP_BYTES = 32 << 20, 128 << 20
+"""Bytes of chunks in one transaction. For one file, larger transactions are no faster, and delay acknowledgements.
+`memory_bound` counts the greatest."""
 
 _SHARD_BYTES = 16 << 20
 """Bytes of chunks for each shard. With less, the shards wait for each other longer than they write."""
@@ -168,7 +169,7 @@ class WorkQueue:
 
     def __init__(self, num_shards: int = 1) -> None:
         """Begin empty, for a database with this number of shards."""
-        self._group_bytes = min(max(_LEAST_GROUP_BYTES, num_shards * _SHARD_BYTES), _MOST_GROUP_BYTES)
+        self._group_bytes = min(max(_LEAST_GROUP_BYTES, num_shards * _SHARD_BYTES), MOST_GROUP_BYTES)
         # As many bytes as a transaction may wait for it, and as many for the next one. At this limit `append` blocks,
         # and gRPC's flow control slows the clients down.
         self._max_bytes = 2 * self._group_bytes

@@ -7,8 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from store_svc.memory_bound import memory_bound
+from residuum.v1 import store_pb2
+from store_svc.captures.capture_names import CaptureName
+from store_svc.memory_bound import _QUEUE, memory_bound
 from store_svc.settings import StoreSettings
+from store_svc.writing.append import AppendStream
+from store_svc.writing.early_rows import ArrivedOpens
+from store_svc.writing.write_queue import Append, WorkQueue
+from svc_common.security.tokens_file import ANYBODY
 
 ROOT = Path(__file__).resolve().parents[3]
 UNITS = {"MiB": 1 << 20, "KiB": 1 << 10}
@@ -43,3 +49,19 @@ def test_a_store_computes_its_bound_from_its_settings() -> None:
     bound = StoreSettings(path=Path("captures")).memory_bound_bytes
     assert bound == memory_bound(**DEFAULTS)
     assert f"{bound / 2**30:.1f} GiB at the defaults" in (ROOT / "docs/operations/sizing.md").read_text()
+
+
+def test_the_sum_holds_the_chunks_of_a_full_queue() -> None:
+    """While the writer writes a transaction, which LMDB copies, the queue fills again."""
+    queue = WorkQueue(num_shards=64)
+    stream, content = AppendStream(queue, ANYBODY, ArrivedOpens(lambda _: False)), store_pb2.RowLoss()
+
+    def fill() -> None:
+        while queue.waiting().num_bytes < queue._max_bytes:
+            queue.append(Append(stream, 1, CaptureName("", "a"), content, size=1 << 20))
+
+    fill()
+    work = queue.take(0)
+    fill()
+    assert work
+    assert queue.waiting().num_bytes + 2 * sum(item.size for item in work.appends) == _QUEUE
