@@ -75,7 +75,11 @@ class Run:
     def line(self) -> str:
         """Return the printed line of its times."""
         times = " ".join(f"{iteration.generation_seconds:.3f}" for iteration in self.iterations)
-        completed = " ".join(f"{iteration.completed_seconds:.3f}" for iteration in self.iterations if iteration.rows)
+        completed = " ".join(  # without a store, both are the same
+            f"{iteration.completed_seconds:.3f}"
+            for iteration in self.iterations
+            if iteration.completed_seconds != iteration.settled_seconds
+        )
         return f"{times} s{f', complete {completed} s' * bool(completed)}  (ready in {self.start_seconds:.0f} s)"
 
 

@@ -16,7 +16,6 @@ from inference_svc.shipping.supervisor import ShipperSupervisor
 from inference_svc.taps.plan import RowEncoding
 from residuum.rpc.channels import open_aio_channel
 from residuum.v1 import capture_pb2, store_pb2, store_pb2_grpc
-from residuum.wire.limits import MAX_CAPTURES_PER_OPEN
 from residuum.wire.placement import first_rank, parse_stores
 
 if TYPE_CHECKING:
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
 
 _STOP_SECONDS = 10.0
 _END_SECONDS = 60
+_SEALS_AT_ONCE = 32
 
 
 class RowsMissingError(RuntimeError):
@@ -124,9 +124,9 @@ class StoreSink:
             )
         await asyncio.gather(
             *(
-                self._seal(name, of_store[at : at + MAX_CAPTURES_PER_OPEN])
+                self._seal(name, of_store[at : at + _SEALS_AT_ONCE])
                 for name, of_store in seals.items()
-                for at in range(0, len(of_store), MAX_CAPTURES_PER_OPEN)
+                for at in range(0, len(of_store), _SEALS_AT_ONCE)
             )
         )
         return await asyncio.gather(*map(self._completed, replies))

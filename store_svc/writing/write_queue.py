@@ -17,11 +17,11 @@ from store_svc.database.frames import PlacedFrame, frame_bytes
 from store_svc.writing.changes import Batch
 from store_svc.writing.placed import checksum_mismatch
 
-_LEAST_GROUP_BYTES, MOST_GROUP_BYTES = 32 << 20, 128 << 20
+_LEAST_GROUP_BYTES, MOST_GROUP_BYTES = 32 << 20, 96 << 20
 """Bytes of chunks in one transaction. For one file, larger transactions are no faster, and delay acknowledgements.
 `memory_bound` counts the greatest."""
 
-_SHARD_BYTES = 16 << 20
+_SHARD_BYTES = 12 << 20
 """Bytes of chunks for each shard. With less, the shards wait for each other longer than they write."""
 
 _GROUP_COMMANDS = 2048
