@@ -140,7 +140,7 @@ class LmdbFile:
             self.tables = {table: self._env.open_db(table.value) for table in tables}
         except lmdb.Error as error:
             raise DamagedError(f"Cannot open the database in {folder}: {error}.") from error
-        self._descriptor = os.open(self._data, os.O_RDWR)  # kept: later the process may have too many open files
+        self._opened = self._data.open("r+b", buffering=0)  # kept: later the process may have too many open files
         self._allocated = self._data.stat().st_size
         self.is_synced = False
         """Whether every commit survives a power failure. An earlier process may have left commits that do not."""
@@ -214,7 +214,7 @@ class LmdbFile:
             return
         end = -(-(used_bytes + self._disk_reserve) // _GROWTH_STEP) * _GROWTH_STEP
         try:
-            _allocate(self._descriptor, self._allocated, end)
+            _allocate(self._opened.fileno(), self._allocated, end)
         except OSError as error:
             if error.errno in _NO_ROOM:
                 raise StoreFullError(f"the disk is full: {error.strerror}") from error
@@ -235,7 +235,7 @@ class LmdbFile:
 
     def close(self) -> None:
         """Close the file. It must not be used afterwards."""
-        os.close(self._descriptor)
+        self._opened.close()
         self._env.close()
 
     @contextmanager
