@@ -135,11 +135,12 @@ def test_ctrl_c_while_the_model_is_loading(tmp_path):
 
 
 def test_a_store_that_dies_while_the_model_is_loading_is_reported_at_once(scripted, tmp_path):
-    killed = []
+    others, killed = set(psutil.Process().children()), []  # such as a store that other tests use
 
     def kill_store(service, _seconds):
         if service == "inference" and not killed:
-            killed.extend(process for process in psutil.Process().children() if "store_svc" in process.cmdline())
+            started = set(psutil.Process().children()) - others
+            killed.extend(process for process in started if "store_svc" in process.cmdline())
             killed[0].kill()
 
     with (
