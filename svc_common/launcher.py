@@ -98,6 +98,8 @@ class Service:
     """The host that it listens on."""
     log_start: int = 0
     """The size of its log when it was started. Earlier services may have written to the same file."""
+    stop_seconds: float = _STOP_SECONDS
+    """How long it may take to stop before it is killed."""
     _port: str = field(default="", init=False)
 
     @property
@@ -166,7 +168,7 @@ class Service:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
-            self.process.wait(_STOP_SECONDS)
+            self.process.wait(self.stop_seconds)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()

@@ -78,7 +78,7 @@ def serving(
     if temporary and data is not None:
         raise WrongCommandLineError("set either a data folder or temporary, not both")
     _check_can_serve(flags, needs_store=True)
-    _check_settings(model, flags)
+    settings = _checked_settings(model, flags)
     ports = USUAL_PORTS if all(map(is_free, USUAL_PORTS)) else (0, 0)
     line = ProgressLine(sys.stderr, shown=progress)
     # No timeout, because downloading a model may take long. Ctrl-C ends the wait.
@@ -97,6 +97,7 @@ def serving(
             up=line.end,
         ) as both,
     ):
+        both[1].stop_seconds += settings.grace_seconds  # for running requests; captures and rows need the rest
         yield both
 
 
@@ -137,8 +138,8 @@ def _tell(text: str) -> None:
     print(text, file=sys.stderr, flush=True)  # noqa: T201 - a command prints
 
 
-def _check_settings(model: str, flags: Sequence[str]) -> None:
-    """Check the inference service's settings before anything starts."""
+def _checked_settings(model: str, flags: Sequence[str]) -> Any:
+    """Return the inference service's settings, checked before anything starts."""
     settings = pkgutil.resolve_name(_INFERENCE_SETTINGS)  # by name, because this package knows neither service
     arguments = ["--model", model, f"--store={LOOPBACK}:1", *flags, f"--listen={LOOPBACK}:0"]
     try:
@@ -152,6 +153,7 @@ def _check_settings(model: str, flags: Sequence[str]) -> None:
             "--tls-client-ca, also as RESIDUUM_ variables and in a settings file. To serve with TLS, start the "
             "services separately: python -m store_svc, python -m inference_svc"
         )
+    return read
 
 
 def _check_can_serve(flags: Sequence[str], *, needs_store: bool) -> None:

@@ -155,6 +155,14 @@ def test_a_store_that_dies_while_the_model_is_loading_is_reported_at_once(script
         pass
 
 
+def test_a_long_grace_period_is_not_cut_short(monkeypatch, tmp_path):
+    """If the inference service were killed, captures of running requests would stay open."""
+    both = [Service(name, None, tmp_path) for name in ("store", "inference")]
+    monkeypatch.setattr(serve_command, "running_services", lambda *_, **__: contextlib.nullcontext(both))
+    with serve_command.serving("tiny", flags=["--grace-seconds", "120"]) as (store, inference):
+        assert (store.stop_seconds, inference.stop_seconds) == (60, 180)
+
+
 def test_a_service_that_fails_is_reported_with_the_end_of_its_log(tmp_path):
     unknown = ["--seed", "1"]  # to the scripted service, not to the real one
     with started(tmp_path, *unknown) as process:
