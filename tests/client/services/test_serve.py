@@ -28,9 +28,10 @@ pytestmark = pytest.mark.slow  # it starts many processes
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = """
-import sys
+import signal, sys
 from residuum.cli import main
 from svc_common import serve_command as serve
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
 serve._INFERENCE, serve._NEEDED, serve.USUAL_PORTS = "tests.client.support.scripted_inference", ("lmdb",), (0, 0)
 sys.exit(main(["serve", "--model", "peer", *sys.argv[1:]]))
 """
