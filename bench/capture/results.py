@@ -80,7 +80,8 @@ class Run:
             for iteration in self.iterations
             if iteration.completed_seconds != iteration.settled_seconds
         )
-        return f"{times} s{f', complete {completed} s' * bool(completed)}  (ready in {self.start_seconds:.0f} s)"
+        after = f", complete {completed} s" if completed else ""
+        return f"{times} s{after}  (ready in {self.start_seconds:.0f} s)"
 
 
 @dataclass(frozen=True)

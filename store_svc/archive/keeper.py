@@ -33,7 +33,7 @@ class Keeper:
         self._access = access
         self._copier = copier
         self._deleters = Workers(_DELETERS, "archive-delete")
-        self._undeleted = ""  # the last of the captures of which one could not be deleted
+        self._undeleted = ""  # the last capture of the batch that could not be deleted whole
         self._unwritten = 0  # the capture whose labels could not be written last
 
     def run(self) -> None:

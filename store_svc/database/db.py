@@ -121,7 +121,6 @@ class Txn:
         self.wrote = True
         if changes := self._changes(table):
             changes.put(key, value)
-            self._note_choices(changes)
         else:
             self.changed_main = True
             self._raw.put(key, value, db=self._tables[table])
@@ -140,7 +139,6 @@ class Txn:
         if changes := self._changes(Table.FRAMES):
             self.wrote = True
             changes.put_placed(key, frame)
-            self._note_choices(changes)
         else:
             self.put(Table.HEADS, key, frame.head)
             self.put(Table.FRAMES, key, frame.payload)
@@ -149,6 +147,10 @@ class Txn:
     def note_rows_elsewhere(self) -> None:
         """Note that rows of a capture are only in an archive. Older versions of the store then refuse the database."""
         self._note_format(_WITHOUT_ROWS)
+
+    def note_second_choices(self) -> None:
+        """Note that frames are in their second choice of a shard. Older versions then refuse the database."""
+        self._note_format(_SECOND_CHOICES)
 
     def frame(self, key: bytes) -> StoredFrame | None:
         """Return a frame, or None.
@@ -224,10 +226,6 @@ class Txn:
             deleted += 1
             key = self.next_key(table, key + b"\0")
         return deleted
-
-    def _note_choices(self, changes: FrameChanges) -> None:
-        if changes.has_second_choices:
-            self._note_format(_SECOND_CHOICES)
 
     def _note_format(self, least: bytes) -> None:
         if bytes(self.get(Table.META, b"format") or b"") >= least:
@@ -400,6 +398,8 @@ class Database:
             if keeps_reserve:
                 self._check_room(self._main.measure(raw), frames)
             if frames is not None and self._shards is not None:
+                if frames.has_second_choices:
+                    txn.note_second_choices()
                 self._shards.commit(frames, self._main, main_changes=txn.changed_main, keeps_reserve=keeps_reserve)
             return result
 

@@ -49,7 +49,7 @@ _LARGE = 1024
 
 
 class Placement:
-    """Finds the two shards in which a frame may lie from its key.
+    """Finds, from the key of a frame, the two shards in which it may lie.
 
     Frames that are written together should spread evenly without the second choice, because a read looks there last.
     A random hash would give the fullest of 8 shards twice its share of 16 frames. So the first choices differ by one in

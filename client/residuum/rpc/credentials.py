@@ -134,7 +134,7 @@ class TokenSource:
     def get(self) -> str:
         """Return the current token.
 
-        If the file has had a token and has none now, that one remains: `>` and `cp` empty a file before they write it.
+        If the file has no token any more, the earlier one stays in use: `>` and `cp` empty a file before they write it.
 
         Raises:
             CredentialsError: The file cannot be read, or does not hold a token. Only `__init__` raises this.

@@ -888,7 +888,7 @@ class ChatMessage(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
     role: _builtins.str
-    """The role of its author: "system", "user" or "assistant"."""
+    """The role of its author: "system", "user", "assistant", "tool" or "developer"."""
     content: _builtins.str
     """The text."""
     def __init__(

@@ -13,7 +13,7 @@ class PutSAEResult:
         digest: The digest of the encoder in hexadecimal.
         sent: Whether the server lacked it.
         num_bytes: Bytes of the server's memory for encoders that it takes.
-        free_bytes: Bytes that a new encoder could have: free ones, and those of encoders that no request needs.
+        free_bytes: Bytes that a new encoder can use: free ones, and those of encoders that no request needs.
     """
 
     digest: str
