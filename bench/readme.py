@@ -106,7 +106,6 @@ def figures(results: Path, results_link: str = "bench/results") -> str:
         "steering-engine.json": engine.steering,
         "service.json": service.service,
         "verdicts.json": service.verdicts,
-        "service-served.json": service.served,
         "capture-batch-invariant.json": engine.batch_invariant,
     }
     sections = []

@@ -37,7 +37,7 @@ def service(result: Mapping[str, Any], _: str) -> str:
 
 
 def verdicts(result: Mapping[str, Any], link: str) -> str:
-    """Return what probes, features and captures add to a token, as far as `bench.service` measured them."""
+    """Return what probes, features and captures add to a token, and servers to stock `vllm serve`, if measured."""
     part, parameters = next(iter(result["parts"].values())), _parameters(result)
     names = {
         "probes": f"scores of {parameters['probes']} linear probes",
@@ -62,7 +62,8 @@ def verdicts(result: Mapping[str, Any], link: str) -> str:
     )
     head = f"{model_words(parameters)}, `bench.service` at {short_revision(result)}"
     columns = (head, "tokens/s, without = 1", "each token (rounds)", "to the first token")
-    return "\n\n".join([filled(intro), markdown_table(columns, rows)])
+    with_servers = [served(result)] if any("over_served" in level for level in part["levels"]) else []
+    return "\n\n".join([filled(intro), markdown_table(columns, rows), *with_servers])
 
 
 def _parameters(result: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -70,7 +71,7 @@ def _parameters(result: Mapping[str, Any]) -> Mapping[str, Any]:
     return parameters
 
 
-def served(result: Mapping[str, Any], _: str) -> str:
+def served(result: Mapping[str, Any]) -> str:
     """Return the overhead of each way with a server over stock `vllm serve`, measured by `bench.service --served`."""
     rows = []
     for part in result["parts"].values():

@@ -81,6 +81,11 @@ def test_a_way_that_was_not_measured_has_no_row():
         for level in run["levels"]:
             del level["over_residuum"]["features"]
     assert "strongest of" not in verdicts(result, "x")
+    assert "Compared with stock `vllm serve`" in verdicts(result, "x")
+    for run in result["parts"].values():
+        for level in run["levels"]:
+            del level["over_served"]
+    assert "Compared with stock `vllm serve`" not in verdicts(result, "x")
 
 
 @pytest.mark.parametrize("newest", ["h100", "h200"])
@@ -279,7 +284,7 @@ def test_each_way_with_a_server_is_reported_over_stock_vllm_serve_with_the_sprea
         "model_runner": "v2",
         "levels": [{"streams": 32, "over_served": {"vllm serve, captures": more, "captures": more}}],
     }
-    text = served({**CONTEXT, "parts": {"v2": part}}, "")
+    text = served({**CONTEXT, "parts": {"v2": part}})
     assert "prompts share 2,000 tokens" in text
     for server in ("`vllm serve`", "the inference service"):
         row = f"| 32 at a time, runner V2, {server}, last prompt token and reply captured at all layers |"
