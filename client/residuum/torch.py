@@ -43,6 +43,7 @@ from residuum.protocol.captures.many import check_choice, check_ids, check_some,
 from residuum.protocol.captures.tenants import tenant_of
 from residuum.protocol.deadlines import Deadline
 from residuum.protocol.requests import RequestLike
+from residuum.values.captures.alike import Kind
 from residuum.values.replies.capture_summaries import CaptureSummary
 from residuum.values.selections.layers_and_positions import LayersLike, PositionsLike, index_list
 from residuum.values.selections.points import SITES as _SITE_NUMBERS
@@ -98,8 +99,8 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
         captures: The captures, as IDs or replies. None means all captures that `prefix` and `where` select: the dataset
             looks them up once, when it is created, and waits for open ones for up to `timeout` seconds. It leaves out
             those that are not complete with a warning (LeftOutWarning), unless `allow_partial` is true. All captures
-            must come from one model with the same LoRA adapter or none, have the same encoding and reduction, and have
-            the selected layers, sites and sequences.
+            must come from one model with the same LoRA adapter or none, have the same encoding, reduction and
+            `before_steering`, and have the selected layers, sites and sequences.
         prefix: The prefix of the captures' IDs; only with `captures=None`.
         where: A filter on the captures' labels, such as "split = train"; only with `captures=None`.
         aligned: Yield tokens instead of rows, each with its rows at all places (site, layer): `activations` is
@@ -407,49 +408,26 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
 
     def _adopt(self, first: Manifest, dtype: torch.dtype | None) -> None:
         """Set the properties that all captures must share from the first capture."""
-        self._alike, self._first = _alike(first), first.capture_id
+        self._kind = Kind(first)
         self.places = places(first, self._choice) if self._aligned else ()
         form = row_format(first, self._choice)
         self.width = form.decoded_width
         self.dtype = dtype or _DTYPES[form.decoded_dtype.name]
 
     def _check_alike(self, manifest: Manifest) -> None:
-        for name, first, other in zip(_ALIKE, self._alike, _alike(manifest), strict=True):
-            if first != other:
-                has_long_values = name in ("projected_onto", "sae", "features")
-                values = "" if has_long_values else f" ({_shown(first)} and {_shown(other)})"
-                raise InvalidRequest(
-                    f"{self._first} and {manifest.capture_id} differ in {name}{values}. The captures of one "
-                    "dataset must share model, adapter, encoding and reduction. Make a dataset for each kind.",
-                    reason="INVALID_FIELD",
-                )
+        self._kind.check(manifest, "dataset")
         if row_format(manifest, self._choice).decoded_width != self.width:
             raise InvalidRequest(
-                f"Rows of {self._first} have {self.width} elements, and rows of {manifest.capture_id} have another "
+                f"Rows of {self._kind.first} have {self.width} elements, and rows of {manifest.capture_id} have another "
                 "number at the chosen sites. Make a dataset for each width.",
                 reason="INVALID_FIELD",
             )
         if self._aligned and places(manifest, self._choice) != self.places:
             raise InvalidRequest(
-                f"{self._first} and {manifest.capture_id} differ in their layers or sites. Captures of an aligned "
+                f"{self._kind.first} and {manifest.capture_id} differ in their layers or sites. Captures of an aligned "
                 "dataset must have the same ones. Select those that all have with layers= and sites=.",
                 reason="INVALID_FIELD",
             )
-
-
-_ALIKE = (
-    "model", "adapter", "hidden_size", "encoding", "dimensions", "seed", "axis", "projected_onto", "sae", "features",
-    "reduction",
-)  # fmt: skip
-"""Manifest fields that all captures must share, so that an element means the same in all rows."""
-
-
-def _alike(manifest: Manifest) -> tuple[object, ...]:
-    return tuple(getattr(manifest, name) for name in _ALIKE)
-
-
-def _shown(value: object) -> object:
-    return "none" if value in (None, "") else value
 
 
 def _worker() -> tuple[int, int]:

@@ -195,8 +195,9 @@ class AsyncCaptureClient(AsyncDeletionClient):
 
         Raises:
             InvalidRequest: No capture matches; `captures` and a filter are both given or both missing; a capture lacks
-                the layer or site; rows differ in width; or an admin's filter selects captures of several tenants. The
-                other errors are those of `activations`.
+                the layer or site; rows differ in width, or the captures in model, adapter, encoding, reduction or
+                `before_steering`; or an admin's filter selects captures of several tenants. The other errors are those
+                of `activations`.
 
         Warns:
             LeftOutWarning: Captures that `prefix` and `where` select are not complete, and were left out.

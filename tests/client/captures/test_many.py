@@ -312,6 +312,22 @@ async def test_rows_of_different_widths_are_refused(client, replies):
         await client.rows([replies[0], narrow], layer=1)
 
 
+async def test_rows_that_mean_something_else_are_refused(client):
+    one, other = (residuum.Vector.from_array(np.eye(HIDDEN)[axis]) for axis in (0, 1))
+    for options, others, what in (
+        ({"encoding": "project", "vectors": [one]}, {"encoding": "project", "vectors": [other]}, "projected_onto"),
+        ({"encoding": "rp", "dimensions": 4, "seed": 1}, {"encoding": "rp", "dimensions": 4, "seed": 2}, "seed"),
+        ({}, {"before_steering": True}, r"before_steering \(False and True\)"),
+    ):
+        replies = [
+            await client.generate("a bb", max_tokens=2, capture=residuum.Capture(layers=[1], **more))
+            for more in (options, others)
+        ]
+        with pytest.raises(residuum.InvalidRequest, match=rf"differ in {what}.*\. The captures of one array of rows"):
+            await client.rows(replies, layer=1)
+        assert len(await client.rows(replies[:1], layer=1))
+
+
 @pytest.fixture
 def many_cores(monkeypatch):
     """A machine on which lists are read in several streams."""

@@ -196,6 +196,7 @@ def test_a_training_loop_gets_decoded_rows(client, encoding, endpoint):
         ({"encoding": "rp8"}, {"encoding": "rp8", "dimensions": 4}, r"dimensions \(8 and 4\)"),
         ({"encoding": "rp8", "seed": 1}, {"encoding": "rp8", "seed": 2}, r"seed \(1 and 2\)"),
         ({"reduction": "mean"}, {}, r"reduction \(mean and none\)"),
+        ({"before_steering": True}, {}, r"before_steering \(True and False\)"),
     ],
 )
 def test_a_training_loop_does_not_mix_encodings(client, endpoint, one, other, what):

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from residuum.exceptions import InvalidRequest
 from residuum.values.captures.activations import Activations
+from residuum.values.captures.alike import Kind
 from residuum.wire.labels import LabelValue
 
 
@@ -100,7 +101,8 @@ class RowsBuilder:
         self._site = site
         self._captures: list[str] = []
         self._labels: list[Mapping[str, LabelValue]] = []
-        self._width: tuple[str, int] | None = None
+        self._kind: Kind | None = None
+        self._width = 0
         self._values: list[npt.NDArray[np.float32]] = []
         self._columns: tuple[list[npt.NDArray[np.int64]], ...] = ([], [], [], [])
 
@@ -108,18 +110,20 @@ class RowsBuilder:
         """Add the rows of a capture.
 
         Raises:
-            InvalidRequest: Its rows have another width than those of the captures before it.
+            InvalidRequest: Its rows have another width than those of the captures before it, or mean something else.
         """
         capture_id, index = acts.manifest.capture_id, len(self._captures)
         self._captures.append(capture_id)
         self._labels.append(acts.manifest.labels)
-        first, width = self._width = self._width or (capture_id, acts.width)
-        if acts.width != width:
+        if self._kind is None:
+            self._kind, self._width = Kind(acts.manifest), acts.width
+        if acts.width != self._width:
             raise InvalidRequest(
-                f"The rows of {first} have {width} elements, and those of {capture_id} have {acts.width}, so they do "
-                "not fit into one array. Read captures of one model and encoding.",
+                f"The rows of {self._kind.first} have {self._width} elements, and those of {capture_id} have "
+                f"{acts.width}, so they do not fit into one array. Read captures of one model and encoding.",
                 reason="INVALID_FIELD",
             )
+        self._kind.check(acts.manifest, "array of rows")
         for sequence in acts.sequences:
             part = acts.select(sequence=sequence, site=self._site)
             present = part.present[part.layers.index(self._layer)]
