@@ -120,7 +120,8 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
         labels: A number for each capture, by its ID; or the name of a label of the captures, whose values are numbers
             or bools. The labels are int64 if all are whole, otherwise float32.
         seed: The seed of the shuffling.
-        drop_last: Drop batches that are not full.
+        drop_last: Drop batches that are not full, and those that another rank does not have: all ranks then have
+            equally many batches, as training with DistributedDataParallel needs it. Without it, they may differ.
         rank: The index of this process among the `world_size` processes that train together. Each process reads
             different captures.
         world_size: The number of processes that train together.
@@ -240,7 +241,7 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
         """Return the number of batches of the current epoch in this process (`rank`).
 
         Each worker has a last batch of its own. The number may change from epoch to epoch, because each worker then
-        reads other captures.
+        reads other captures. All ranks have the same number only with `drop_last`.
 
         Args:
             num_workers: The workers of the DataLoader; 0 if there are none.
@@ -251,11 +252,7 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
             ...     step(batch.activations)
         """
         workers = max(num_workers, 1)
-        total = 0
-        for worker in range(workers):
-            rows = sum(self._counts[number] for number in self._share(worker, workers, self._current_epoch))
-            total += rows // self._batch_size if self._drop_last else -(-rows // self._batch_size)
-        return total
+        return sum(self._batches_of(worker, workers, self._current_epoch) for worker in range(workers))
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration, which changes the order of rows. Persistent workers see it, too.
@@ -309,13 +306,12 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
     def _iterate(self, to_skip: int, epoch: int) -> Iterator[ActivationBatch]:
         number, workers = _worker()
         part = self._rank * workers + number
-        order = self._share(number, workers, epoch)
+        order = self._share(self._rank, number, workers, epoch)
         stream = stream_aligned if self._aligned else stream_rows
         with self._open() as client:
             rows = stream(client, self.captures, order, self._choice, self._concurrent_reads, self._check_alike)
-            for batch in itertools.islice(
-                self._batches(rows, np.random.default_rng([self._seed, epoch, part])), to_skip, None
-            ):
+            batches = self._batches(rows, np.random.default_rng([self._seed, epoch, part]))
+            for batch in itertools.islice(batches, to_skip, self._batches_of(number, workers, epoch)):
                 if self._yielded == to_skip:
                     self._epoch.fill_(epoch)  # of a state: the iteration after this one has it, too
                 self._yielded += 1
@@ -339,9 +335,19 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
         found = self._iterated_epoch if self._loaded_epoch is None else self._loaded_epoch
         return int(self._epoch) if found is None else found
 
-    def _share(self, worker: int, workers: int, epoch: int) -> list[int]:
-        """Return the captures that a worker reads in an epoch, as indices, in order."""
-        part, parts = self._rank * workers + worker, self._world_size * workers
+    def _batches_of(self, worker: int, workers: int, epoch: int) -> int:
+        """Return the number of batches of a worker in an epoch."""
+        if self._drop_last:
+            ranks = range(self._world_size)
+            return min(self._rows_of(rank, worker, workers, epoch) // self._batch_size for rank in ranks)
+        return -(-self._rows_of(self._rank, worker, workers, epoch) // self._batch_size)
+
+    def _rows_of(self, rank: int, worker: int, workers: int, epoch: int) -> int:
+        return sum(self._counts[number] for number in self._share(rank, worker, workers, epoch))
+
+    def _share(self, rank: int, worker: int, workers: int, epoch: int) -> list[int]:
+        """Return the captures that a worker of a rank reads in an epoch, as indices, in order."""
+        part, parts = rank * workers + worker, self._world_size * workers
         shuffled = self._shuffle_buffer > 0
         return share(len(self.captures), part, parts, shuffle=shuffled, seed=self._seed, epoch=epoch)
 
@@ -418,8 +424,8 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
         self._kind.check(manifest, "dataset")
         if row_format(manifest, self._choice).decoded_width != self.width:
             raise InvalidRequest(
-                f"Rows of {self._kind.first} have {self.width} elements, and rows of {manifest.capture_id} have another "
-                "number at the chosen sites. Make a dataset for each width.",
+                f"Rows of {self._kind.first} have {self.width} elements, and rows of {manifest.capture_id} have "
+                "another number at the chosen sites. Make a dataset for each width.",
                 reason="INVALID_FIELD",
             )
         if self._aligned and places(manifest, self._choice) != self.places:

@@ -338,6 +338,26 @@ def test_aligned_tokens_of_a_partial_capture_have_all_their_rows(running_peer, e
         running_peer.servicer.reset()
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_all_ranks_have_equally_many_full_batches(endpoint, workers):
+    """Otherwise a distributed job waits for ever for the rank that has fewer."""
+    ranks = [
+        ActivationDataset(endpoint, NAMES[:4], batch_size=13, drop_last=True, rank=rank, world_size=2)
+        for rank in range(2)
+    ]
+    for epoch in range(2):
+        found = []
+        for data in ranks:
+            data.set_epoch(epoch)
+            loader = DataLoader(
+                data, batch_size=None, num_workers=workers, multiprocessing_context="spawn" if workers else None
+            )
+            found.append([len(batch.activations) for batch in loader])
+            assert len(found[-1]) == data.num_batches(workers)
+        assert found[0] == found[1]
+        assert {*found[0]} == {13}
+
+
 @pytest.mark.parametrize("aligned", [False, True])
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_the_length_is_the_number_of_batches(endpoint, aligned, drop_last):
