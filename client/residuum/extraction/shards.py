@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,7 +150,7 @@ class Shard:
             OSError: They cannot be written.
         """
         with prompts.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(line, ensure_ascii=True, default=str) + "\n" for line in self._lines)
+            file.writelines(json.dumps(_without_nan(line), allow_nan=False, default=str) + "\n" for line in self._lines)
         info = ShardInfo(
             self.number, self.first_prompt, self.prompts, self._failed, self._offsets[-1], self._tokens, self.bytes,
             {name: self.kinds[name] for name in sorted(self._rows)},
@@ -300,7 +301,7 @@ def read_prompts(folder: Path, shard: ShardInfo) -> Iterator[dict[str, Any]]:
     with path.open(encoding="utf-8") as file:
         for text in file:
             try:
-                line = json.loads(text)
+                line = json.loads(text, parse_constant=lambda _: None)  # earlier versions wrote NaN
             except ValueError:
                 raise _damaged(path) from None
             if not isinstance(line, dict) or line.get("index") != shard.first_prompt + count:
@@ -309,6 +310,15 @@ def read_prompts(folder: Path, shard: ShardInfo) -> Iterator[dict[str, Any]]:
             yield line
     if count != shard.prompts:
         raise _damaged(path)
+
+
+def _without_nan(value: Any) -> Any:
+    """Return a value for JSON, which has neither NaN nor infinity: they become None."""
+    if isinstance(value, Mapping):
+        return {name: _without_nan(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _metadata(info: ShardInfo) -> dict[str, str]:

@@ -26,6 +26,23 @@ def kind():
     return residuum.Client
 
 
+async def test_labels_that_json_does_not_have_are_null(client, tmp_path):
+    values = [1.5, float("nan"), float("-inf"), {"score": [float("nan"), 2]}]
+    source = [{"text": [2, 3], "y": value} for value in values]
+    rows = await client.extract(source, tmp_path / "rows", capture=WHAT, keep="y", progress=False)
+    assert rows.document_labels("y") == [1.5, None, None, {"score": [None, 2]}]
+    rows.export(tmp_path / "zarr", "zarr")
+    with tarfile.open(rows.export(tmp_path / "tar", "tar") / "data-00000.tar") as archive:
+        lines = [archive.extractfile(name).read().decode() for name in archive.getnames() if name.endswith(".json")]
+    for path in (tmp_path / "rows" / "prompts-00000.jsonl", tmp_path / "zarr" / "prompts.jsonl"):
+        lines += path.read_text().splitlines()
+    assert len(lines) == 12
+    for line in lines:
+        json.loads(line, parse_constant=pytest.fail)
+    again = await client.extract(source, tmp_path / "rows", capture=WHAT, keep="y", progress=False)
+    assert again.summary.done_before == 4, "the prompts are those of before"
+
+
 async def test_packed_windows_are_the_layout_of_cached_activations(client, tmp_path):
     rows = await client.extract(
         SOURCE, tmp_path / "rows", capture=WHAT, keep="y", pack=True, context_length=6, separator=1, progress=False
