@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import re
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy.typing as npt
 
 from residuum.directions.values import Directions, Origin
 from residuum.exceptions import InvalidRequest, UnknownLayer, UnknownSite
+from residuum.exports.target import workplace
 from residuum.exports.tensor_files import read_safetensors, write_safetensors
 from residuum.rpc.extras import install_extra
 from residuum.values.selections.layers_and_positions import LayersLike
@@ -111,17 +113,19 @@ def to_gguf(directions: Directions, path: _Path, layers: LayersLike | None, mode
             f"layers={[layer for layer, place, _ in placed if place]}.",
             reason="UNKNOWN_LAYER",
         )
-    writer = _gguf().GGUFWriter(os.fspath(path), _ARCHITECTURE)
-    writer.add_string(f"{_ARCHITECTURE}.model_hint", model_hint)
-    writer.add_uint32(f"{_ARCHITECTURE}.layer_count", len(placed))
-    for _, place, vector in placed:
-        writer.add_tensor(f"direction.{place}", vector.values)
-    try:
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-    finally:
-        writer.close()
+    gguf = _gguf()
+    with workplace(Path(path), overwrite=True) as made:
+        writer = gguf.GGUFWriter(os.fspath(made.result), _ARCHITECTURE)
+        writer.add_string(f"{_ARCHITECTURE}.model_hint", model_hint)
+        writer.add_uint32(f"{_ARCHITECTURE}.layer_count", len(placed))
+        for _, place, vector in placed:
+            writer.add_tensor(f"direction.{place}", vector.values)
+        try:
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_tensors_to_file()
+        finally:
+            writer.close()
 
 
 def _gguf() -> ModuleType:

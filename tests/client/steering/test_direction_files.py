@@ -230,6 +230,20 @@ def test_a_file_can_be_overwritten_while_its_directions_are_in_use(file):
     assert found[4].values.tolist() == [1, 2]
 
 
+def test_a_gguf_file_that_cannot_be_written_stays_as_it_was(file, monkeypatch):
+    residuum.Directions({4: [1, 2]}).to_gguf(file)
+    before = file.read_bytes()
+
+    def fail(writer):
+        raise OSError("no room")
+
+    monkeypatch.setattr(gguf.GGUFWriter, "write_tensors_to_file", fail)
+    with pytest.raises(OSError, match="no room"):
+        residuum.Directions({5: [3, 4]}).to_gguf(file)
+    assert file.read_bytes() == before
+    assert list(file.parent.iterdir()) == [file]
+
+
 ONE = np.ones(2, np.float32)
 
 
