@@ -289,6 +289,21 @@ class TestScikitLearn:
         probe = residuum.Probe(model.coef_, model.predict(np.zeros((1, self.X.shape[1])))[0], layer=3)
         np.testing.assert_allclose(probe.score(self.X), model.predict(self.X).ravel(), rtol=1e-4, atol=1e-3)
 
+    def test_a_model_that_predicts_exponentials_is_refused(self):
+        linear_model = pytest.importorskip("sklearn.linear_model")
+        for kind, options in (
+            ("PoissonRegressor", {}),
+            ("GammaRegressor", {}),
+            ("TweedieRegressor", {"power": 1.5}),
+            ("TweedieRegressor", {"link": "log"}),
+        ):
+            model = getattr(linear_model, kind)(**options).fit(self.X, self.LABELS + 1)
+            with pytest.raises(INVALID, match=f"{kind} predicts the exponential of its linear output"):
+                residuum.Probe.from_sklearn(model, layer=3)
+        normal = linear_model.TweedieRegressor(alpha=0).fit(self.X, self.LABELS)
+        found = residuum.Probe.from_sklearn(normal, layer=3).score(self.X)
+        np.testing.assert_allclose(found, normal.predict(self.X), rtol=1e-4, atol=1e-3)
+
     def test_a_model_of_rows_of_several_layers(self):
         linear_model = pytest.importorskip("sklearn.linear_model")
         model = linear_model.LogisticRegression(max_iter=1000).fit(self.X, np.minimum(self.LABELS, 1))

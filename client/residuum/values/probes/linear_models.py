@@ -88,11 +88,24 @@ def _check_outputs(model: Any) -> None:
             f"{type(model).__name__} has a classifier for each pair of classes (one-vs-one), which is no score of a "
             "class. Train LinearSVC or LogisticRegression, which have one for each class."
         )
+    if _predicts_exponential(model, names):
+        raise _refused(
+            f"{type(model).__name__} predicts the exponential of its linear output, which no probe computes. If you "
+            "want the output itself, give its numbers: Probe(model.coef_, model.intercept_, layer=...)."
+        )
     if "_PLS" in names:
         raise _refused(
             f"{type(model).__name__} subtracts the mean of the rows first. Give its numbers: Probe(model.coef_, "
             "model.predict(np.zeros((1, width)))[0], layer=...)."
         )
+
+
+def _predicts_exponential(model: Any, names: set[str]) -> bool:
+    """Tell whether a model predicts the exponential of its linear output, as generalized linear models may."""
+    if "TweedieRegressor" not in names:
+        return bool(names & {"PoissonRegressor", "GammaRegressor"})
+    link = getattr(model, "link", "auto")
+    return link == "log" or (link == "auto" and getattr(model, "power", 0) > 0)
 
 
 def _activation(model: Any, outputs: int) -> str | None:
