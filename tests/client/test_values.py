@@ -158,11 +158,17 @@ def test_load_vectors(tmp_path):
 def test_files_without_vectors_are_refused(tmp_path):
     np.save(tmp_path / "bad.npy", np.array([[1.0], [np.nan]]))
     np.save(tmp_path / "objects.npy", np.array([{}]), allow_pickle=True)
+    np.save(tmp_path / "bfloat16.npy", np.ones(2, ml_dtypes.bfloat16))
+    with (tmp_path / "several.npy").open("wb") as file:
+        np.savez(file, a=np.ones(2))
+    (tmp_path / "cut.npy").write_bytes((tmp_path / "several.npy").read_bytes()[:50])
     (tmp_path / "text.npy").write_text("hello")
     (tmp_path / "text.safetensors").write_text("hello")
     with pytest.raises(residuum.BadVector, match=r"bad\.1"):
         residuum.load_vectors(tmp_path / "bad.npy")
-    for name in ("objects.npy", "text.npy", "text.safetensors", "vector.txt"):
+    with pytest.raises(residuum.BadVector, match=r"\.npy files forget bfloat16 .* Convert"):
+        residuum.load_vectors(tmp_path / "bfloat16.npy")
+    for name in ("objects.npy", "several.npy", "cut.npy", "text.npy", "text.safetensors", "vector.txt"):
         with pytest.raises(residuum.BadVector, match=name):
             residuum.load_vectors(tmp_path / name)
     with pytest.raises(FileNotFoundError):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import zipfile
+import zlib
 from pathlib import Path
 from typing import Any, cast
 
@@ -84,10 +86,12 @@ def load_saelens(folder: Path) -> SAE:
 
 def load_gemma_scope(file: Path) -> SAE:
     """Read a params.npz of Gemma Scope."""
+    if not zipfile.is_zipfile(file):  # numpy would return the single array of a .npy file
+        raise refusal("it is not a .npz file of arrays.")
     try:
         with np.load(file, allow_pickle=False) as data:
             arrays = {f"W_{name[2:]}" if name.startswith("w_") else name: data[name] for name in data.files}
-    except (ValueError, OSError, EOFError) as error:
+    except (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise refusal(f"it is not a .npz file of arrays: {error}.") from None
     if np.any(arrays.get("scaling_factor", np.ones(1)) != 1):
         raise refusal("it has a scaling_factor. Fold it into the decoder, and save it again.")

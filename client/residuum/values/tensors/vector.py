@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -209,27 +210,36 @@ def load_vectors(path: str | os.PathLike[str]) -> dict[str, Vector]:
 def _read_npy(file: Path) -> dict[str, npt.NDArray[Any]]:
     try:
         loaded = np.load(file, allow_pickle=False)
-    except (ValueError, EOFError) as error:  # numpy's own words speak of pickles
-        message = f"{file.name} is not a .npy file of numbers. Write it with numpy.save, from an array of numbers."
-        raise BadVector(message, reason="INVALID_FIELD") from error
+    except (ValueError, EOFError, zipfile.BadZipFile) as error:  # numpy's own words speak of pickles
+        raise _no_array(file) from error
+    if not isinstance(loaded, np.ndarray):  # a .npz file by another name
+        loaded.close()
+        raise _no_array(file)
+    if loaded.dtype.kind == "V":
+        raise BadVector(
+            f"{file.name} has elements of an unknown type: .npy files forget bfloat16 and float8. Convert the array to "
+            "float32 before numpy.save.",
+            reason="WRONG_DTYPE",
+        )
     if loaded.ndim != 2:  # noqa: PLR2004 - [count, hidden]
         return {file.stem: loaded}
     return {f"{file.stem}.{number}": row for number, row in enumerate(loaded)}
 
 
+def _no_array(file: Path) -> BadVector:
+    return BadVector(
+        f"{file.name} is not a .npy file of numbers. Write it with numpy.save, from an array of numbers.",
+        reason="INVALID_FIELD",
+    )
+
+
 def _read_safetensors(file: Path) -> dict[str, npt.NDArray[Any]]:
-    from safetensors import SafetensorError
-    from safetensors.numpy import load_file
+    from residuum.exports.tensor_files import read_safetensors
 
     try:
-        return dict(load_file(file))
-    except SafetensorError as error:
-        raise BadVector(f"{file.name} is not a safetensors file: {error}", reason="INVALID_FIELD") from None
-    except AttributeError:  # safetensors looks for numpy's type of this name
-        raise BadVector(
-            f"{file.name} has tensors of float8 or another type that numpy lacks. Convert them to float32.",
-            reason="WRONG_DTYPE",
-        ) from None
+        return read_safetensors(file)[0]
+    except InvalidRequest as error:
+        raise BadVector(str(error), reason=error.reason) from None
 
 
 def _named(name: str, array: npt.ArrayLike) -> Vector:
