@@ -109,6 +109,7 @@ async def test_weights_of_a_capture(client):
         ({}, {"layer": 2}, "has no rows of layer 2"),
         ({}, {"heads": [4]}, "there is no head 4: layer 1 has 4"),
         ({}, {"heads": [-1]}, "there is no head -1"),
+        ({}, {"positions": []}, "no position of a query"),
         ({}, {"positions": [9]}, "has no q of position 9. Capture q"),
         ({"positions": [1, 3]}, {}, "has no k of position 0 and of 1 others"),
         ({"encoding": "topk", "dimensions": 4}, {}, None),

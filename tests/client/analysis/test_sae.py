@@ -106,6 +106,12 @@ def test_nan_is_visible():
 ONES = np.ones((4, 3))
 
 
+def test_weights_of_float8_become_float32():
+    torch = pytest.importorskip("torch")
+    small = torch.tensor([[1.0, -0.5]]).to(torch.float8_e4m3fn)
+    assert residuum.SAE(small, small) == residuum.SAE(np.float32([[1, -0.5]]), np.float32([[1, -0.5]]))
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -166,8 +172,15 @@ def test_the_normalization_of_old_files_is_that_of_saelens(old, tmp_path):
 def test_broken_files_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="does not exist"):
         residuum.sae.load(tmp_path / "none")
+    with (tmp_path / "array.npz").open("wb") as file:
+        np.save(file, np.ones(3))
+    params = bytearray((SAES / "gemma-scope" / "params.npz").read_bytes())
+    params[len(params) // 2] ^= 255
     for name, content, message in (
         ("a.npz", b"no zip", "not a .npz"),
+        ("cut.npz", bytes(params[:100]), "not a .npz"),
+        ("damaged.npz", bytes(params), "not a .npz"),
+        ("array.npz", (tmp_path / "array.npz").read_bytes(), "not a .npz"),
         ("a.safetensors", b"nothing", "not a safetensors"),
         ("a.pt", b"", "give a folder"),
     ):

@@ -125,6 +125,8 @@ def attention_weights(
         raise _invalid(f"the activations have the sites {', '.join(acts.sites)}. Capture and read both q and k.")
     queries, keys = acts.select(site="q"), acts.select(site="k")
     wanted = queries.positions.tolist() if positions is None else [operator.index(position) for position in positions]
+    if not wanted:
+        raise _invalid("no position of a query is chosen. Capture q and k at one position at least.")
     return attention.weights(
         _rows(queries, layer, wanted), _rows(keys, layer, range(max(wanted, default=-1) + 1)), wanted, chosen
     )

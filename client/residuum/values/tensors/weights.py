@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from residuum.exceptions import InvalidRequest
 from residuum.v1 import tensor_pb2
+from residuum.values.tensors.numbers import without_torch
 
 WEIGHT_DTYPES = {
     np.dtype(np.float32): tensor_pb2.DATA_TYPE_FLOAT32,
@@ -69,8 +70,10 @@ def read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
 def _array(name: str, values: Any, refuse: Refuse) -> npt.NDArray[Any]:
     if hasattr(values, "detach"):  # a torch tensor; numpy has no bfloat16 of torch
         tensor = values.detach().cpu()
-        is_bfloat = str(tensor.dtype) == "torch.bfloat16"
-        values = tensor.float().numpy().astype(ml_dtypes.bfloat16) if is_bfloat else tensor.numpy()
+        if str(tensor.dtype) == "torch.bfloat16":
+            values = tensor.float().numpy().astype(ml_dtypes.bfloat16)
+        else:
+            values = without_torch(tensor) if tensor.element_size() == 1 else tensor.numpy()  # 1: float8
     array = np.asarray(values)
     is_number = array.dtype in WEIGHT_DTYPES or array.dtype.kind in "fiu"
     if not is_number:
