@@ -16,9 +16,10 @@ import numpy.typing as npt
 from residuum.directions.values import Directions, Origin
 from residuum.exceptions import InvalidRequest, UnknownLayer, UnknownSite
 from residuum.exports.target import workplace
-from residuum.exports.tensor_files import read_safetensors, write_safetensors
+from residuum.exports.tensor_files import write_safetensors
 from residuum.rpc.extras import install_extra
 from residuum.values.selections.layers_and_positions import LayersLike
+from residuum.values.tensors.files import read_safetensors
 
 FORMAT = "residuum.directions.v1"
 """The value of "format" in the metadata of safetensors files."""

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from residuum.exceptions import InvalidRequest
-from residuum.exports.tensor_files import read_safetensors, write_safetensors
+from residuum.exports.tensor_files import write_safetensors
 from residuum.exports.torch_files import read_state_dict
+from residuum.values.tensors.files import read_safetensors
 from residuum.values.tensors.lens import Lens, LensMap
 
 OWN_FORMAT = "residuum.lens.v1"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 
 from residuum.exceptions import InvalidRequest
-from residuum.exports.tensor_files import read_safetensors, write_safetensors
+from residuum.exports.tensor_files import write_safetensors
 from residuum.values.probes.layers import ProbeAttention, ProbeLayer
 from residuum.values.probes.probe import Probe
 from residuum.values.probes.smoothing import parse_smoothing
+from residuum.values.tensors.files import read_safetensors
 from residuum.wire.probes.files import FORMAT, NO_ACTIVATION, parse
 
 

@@ -17,11 +17,10 @@ from residuum.exports.parts import prefix
 from residuum.exports.safetensors import FORMAT
 from residuum.values.captures.blocks import AnyBlock, Block, EncodedBlock
 from residuum.values.captures.manifest import Manifest
+from residuum.values.tensors.files import Arrays, read_safetensors
 
 if TYPE_CHECKING:
     from residuum.values.captures.activations import Activations
-
-Arrays = dict[str, npt.NDArray[Any]]
 
 
 def write_safetensors(path: str | os.PathLike[str], arrays: Arrays, metadata: dict[str, str]) -> None:
@@ -78,28 +77,6 @@ def load(path: str | os.PathLike[str]) -> Activations:
     acts = Activations(manifest, layers, {key: _block(arrays, key, layers[key[1]], manifest) for key in keys})
     sequence, _, site = metadata.get("selected", "").partition("/")
     return acts.select(sequence=int(sequence), site=site) if site else acts
-
-
-def read_safetensors(path: str | os.PathLike[str]) -> tuple[Arrays, dict[str, str]]:
-    """Read a file's arrays and its metadata.
-
-    Raises:
-        FileNotFoundError: The file does not exist.
-        InvalidRequest: It is not a safetensors file.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(os.fspath(path), framework="np") as file:
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-            return arrays, file.metadata() or {}
-    except SafetensorError as error:
-        raise InvalidRequest(f"{path} is not a safetensors file: {error}", reason="INVALID_FIELD") from None
-    except AttributeError:  # safetensors looks for numpy's type of this name
-        raise InvalidRequest(
-            f"{path} has tensors of float8 or another type that numpy lacks. Convert them to float32.",
-            reason="INVALID_FIELD",
-        ) from None
 
 
 def _block(arrays: Arrays, key: tuple[int, str], layers: tuple[int, ...], manifest: Manifest) -> AnyBlock:

@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from residuum.exceptions import BadSAE
-from residuum.exports.tensor_files import read_safetensors, write_safetensors
+from residuum.exports.tensor_files import write_safetensors
+from residuum.values.tensors.files import read_safetensors
 from residuum.values.tensors.sae import SAE, Activation
 
 SAELENS_CONFIG = "cfg.json"

@@ -16,6 +16,7 @@ from residuum.exceptions import BadVector, InvalidRequest
 from residuum.v1 import tensor_pb2
 from residuum.values.selections.layers_and_positions import layer_list
 from residuum.values.selections.points import BESIDE_THE_STREAM
+from residuum.values.tensors.files import read_safetensors
 from residuum.values.tensors.numbers import without_torch
 from residuum.wire.digests import vector_message
 
@@ -234,8 +235,6 @@ def _no_array(file: Path) -> BadVector:
 
 
 def _read_safetensors(file: Path) -> dict[str, npt.NDArray[Any]]:
-    from residuum.exports.tensor_files import read_safetensors
-
     try:
         return read_safetensors(file)[0]
     except InvalidRequest as error:
