@@ -17,6 +17,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
 
+from inference_svc.shipping.figures import figures_path, read_figures
 from inference_svc.shipping.protocol import MAX_BODY_BYTES, Done, ExtentReady, Hello, Leaving, LossReport, MessageReader
 from inference_svc.shipping.ring import EXTENT_ALIGNMENT, Extent
 from inference_svc.shipping.worker import dispatcher
@@ -203,6 +204,23 @@ def test_acquire_waits_until_an_extent_is_given_back(start_producer, connect):
     thread.join(DEADLINE)
     assert result == [Extent(0, PAGE)]
     assert producer.stats().seconds_waited > 0
+
+
+def test_a_wait_counts_while_it_goes_on(start_producer, control_path):
+    """It may last as long as the store is away. The alert about a model that waits must not wait for its end."""
+    producer = start_producer(ring_bytes=PAGE)
+    extent = producer.acquire(PAGE, block=False)
+    thread, result = in_thread(lambda: producer.acquire(PAGE, block=True))
+    wait_for(lambda: producer.stats().seconds_waited > 0)
+    wait_for(lambda: read_figures(figures_path(control_path)).get("seconds_waited", 0) > 0, "the scraped figures")
+    assert thread.is_alive()
+    before = producer.stats().seconds_waited
+    producer.release(extent)
+    thread.join(DEADLINE)
+    assert result == [extent]
+    after = producer.stats().seconds_waited
+    assert after >= before
+    assert producer.stats().seconds_waited == after  # it has ended
 
 
 def test_releasing_wakes_a_waiting_acquire(start_producer, monkeypatch):

@@ -70,7 +70,7 @@ class ProducerStats:
     waits: int
     """Calls of `acquire` that had to wait."""
     seconds_waited: float
-    """The total time of these waits, in seconds."""
+    """The total time of these waits, in seconds, including those that go on."""
     connected_shippers: int
     """Connected shippers that take items now."""
 
@@ -120,7 +120,8 @@ class RingProducer:
         self._outstanding = 0
         self._impatient = 0  # callers that wait for acknowledgements
         self._published = self._freed = self._losses = self._waits = 0
-        self._seconds_waited = 0.0
+        self._seconds_waited = 0.0  # of the waits that have ended
+        self._waiting_since: list[float] = []  # of each wait that goes on
         self._file = FigureFile(figures_path(control_path), self._figures)
         try:
             self._dispatcher = Dispatcher(
@@ -276,6 +277,9 @@ class RingProducer:
     def stats(self) -> ProducerStats:
         """Return the figures."""
         with self._changed:
+            # A wait counts while it goes on: it may last as long as a store is away, which is when operators look.
+            now = time.monotonic()
+            seconds_waited = self._seconds_waited + sum(now - since for since in self._waiting_since)
             return ProducerStats(
                 ring_bytes=self._ring.ring_bytes,
                 bytes_used=self._allotment.bytes_used,
@@ -283,7 +287,7 @@ class RingProducer:
                 freed=self._freed,
                 losses=self._losses,
                 waits=self._waits,
-                seconds_waited=self._seconds_waited,
+                seconds_waited=seconds_waited,
                 connected_shippers=self._dispatcher.num_links,
             )
 
@@ -327,8 +331,7 @@ class RingProducer:
     def _wait_for_extent(self, nbytes: int, store: str) -> Extent | None:
         """Wait for a free run that is long enough. When all published extents have come back, there is one."""
         self._waits += 1
-        start = time.monotonic()
-        with self._impatience():
+        with self._counted_wait(), self._impatience():
             extent = self._take_when_free(nbytes, store, _WARN_AFTER_SECONDS)
             if extent is None:
                 _log.warning(
@@ -341,8 +344,18 @@ class RingProducer:
                     shippers=self._dispatcher.num_links,
                 )
                 extent = self._take_when_free(nbytes, store)
-        self._seconds_waited += time.monotonic() - start
         return extent
+
+    @contextmanager
+    def _counted_wait(self) -> Iterator[None]:
+        """Count the time of a wait for room. Call it with the lock."""
+        since = time.monotonic()
+        self._waiting_since.append(since)
+        try:
+            yield
+        finally:
+            self._waiting_since.remove(since)
+            self._seconds_waited += time.monotonic() - since
 
     def _take_when_free(self, nbytes: int, store: str, timeout_seconds: float | None = None) -> Extent | None:
         """Take an extent as soon as there is room; return None after the timeout. Call it with the lock.
