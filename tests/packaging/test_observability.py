@@ -16,7 +16,9 @@ from inference_svc.requests.registry import RequestRegistry
 from inference_svc.resources.vector_activator import VectorActivator
 from inference_svc.resources.vector_cache import VectorCache
 from inference_svc.shipping.metrics import ShippingCollector
+from inference_svc.shipping.ring import EXTENT_ALIGNMENT
 from inference_svc.shipping.supervisor import ShipperSupervisor
+from inference_svc.shipping.worker.allotment import SharedAllotment
 from residuum.rpc.credentials import Credentials
 from residuum.wire.ids import make_id
 from store_svc.server import Store
@@ -124,6 +126,16 @@ def test_an_alert_fires_for_a_service_that_is_no_longer_a_target():
     was_and_is_not = 'last_over_time(up{job="residuum"}[1h]) unless up{job="residuum"}'
     wanted = promql_parser.parse(f'up{{job="residuum"}} == 0 or ({was_and_is_not})')
     assert str(promql_parser.parse(rule["expr"])) == str(wanted)
+
+
+def test_the_alert_about_a_waiting_model_needs_no_full_ring():
+    """With two stores, the rows for one that is away fill three quarters of the ring."""
+    ring = SharedAllotment(16 * EXTENT_ALIGNMENT, ["away", "other"])
+    while ring.take(EXTENT_ALIGNMENT, "away"):
+        pass
+    assert ring.bytes_used == 12 * EXTENT_ALIGNMENT
+    (rule,) = (rule for rule in RULES if rule["alert"] == "ResiduumModelWaitsForStore")
+    assert set(selected(rule["expr"])) == {"residuum_inference_ring_wait_seconds_total"}
 
 
 def test_every_exported_metric_is_used(exported):
