@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from residuum.rpc.errors import Failure, Reason
+from residuum.v1 import inference_pb2
 from svc_common.logs import get_logger
 from svc_common.rpc.metrics import SECONDS, CallMetrics, make_registry
 
@@ -45,7 +46,7 @@ class InferenceMetrics:
     def __init__(self) -> None:
         """Create the metrics, all at zero."""
         self.registry = make_registry()
-        self.calls = CallMetrics(self.registry)
+        self.calls = CallMetrics(self.registry, inference_pb2.DESCRIPTOR.services_by_name["InferenceService"])
         self.requests = Counter(
             "residuum_inference_requests",
             "Requests that have ended: finished, aborted, cancelled (the client disconnected), failed or refused.",

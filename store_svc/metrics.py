@@ -8,7 +8,7 @@ from prometheus_client import Counter, Histogram, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from residuum.v1 import capture_pb2
+from residuum.v1 import capture_pb2, store_pb2
 from store_svc.archive.archive import Archive
 from store_svc.calls import Calls
 from store_svc.captures.catalog import Catalog
@@ -37,7 +37,7 @@ class StoreMetrics:
     def __init__(self) -> None:
         """Create the metrics, all at zero."""
         self.registry = make_registry()
-        self.calls = CallMetrics(self.registry)
+        self.calls = CallMetrics(self.registry, store_pb2.DESCRIPTOR.services_by_name["StoreService"])
         self.commit_seconds = Histogram(
             "residuum_store_commit_seconds",
             "Duration of write transactions, from the first change to the commit.",

@@ -16,6 +16,8 @@ from svc_common.rpc.serving import OK
 if TYPE_CHECKING:
     from wsgiref.simple_server import WSGIServer
 
+    from google.protobuf.descriptor import ServiceDescriptor
+
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 """Histogram buckets in seconds, from a short call to a long generation."""
 
@@ -30,8 +32,8 @@ def make_registry() -> CollectorRegistry:
 class CallMetrics:
     """Counts the calls of a service. The interceptors of `svc_common.rpc.serving` report each call to `note`."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        """Create the metrics in a registry."""
+    def __init__(self, registry: CollectorRegistry, service: ServiceDescriptor) -> None:
+        """Create the metrics of a service in a registry."""
         self._seconds = Histogram(
             "residuum_call_seconds",
             "Duration of calls; of streams, from the first message to the end.",
@@ -45,6 +47,9 @@ class CallMetrics:
             ["method", "reason"],
             registry=registry,
         )
+        # Prometheus sees an increase only of what was there before: without the 0, no alert fires for the first fault.
+        for method in service.methods:
+            self._errors.labels(method.name, "INTERNAL")
 
     def note(self, method: str, outcome: str, seconds: float) -> None:
         """Count an ended call; see `svc_common.rpc.serving.CallEnded`."""

@@ -299,7 +299,7 @@ def set_wait(store: Store, wait: Wait, seconds: float) -> None:
 def call_errors(store: Store) -> list[dict[str, str]]:
     """Return the method and the reason of each kind of failed call that a store has counted."""
     samples = [sample for metric in store._metrics.registry.collect() for sample in metric.samples]
-    return [sample.labels for sample in samples if sample.name == "residuum_call_errors_total"]
+    return [sample.labels for sample in samples if sample.name == "residuum_call_errors_total" and sample.value]
 
 
 class Process:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 import urllib.request
+from itertools import product
 from types import SimpleNamespace
 
 import grpc
@@ -56,6 +57,10 @@ def scrape(service):
 
     yield look
     listener.close()
+
+
+FAULTY = [method.name for method in inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].methods]
+"""The methods in which the service may have a bug."""
 
 
 def some(found, expected):
@@ -112,7 +117,8 @@ async def test_a_request_that_finishes(service, store, scrape):
         ("residuum_call_seconds_count", "PutVectors"): 1,
     }
     assert some(found, expected) == expected
-    assert not [name for name in found if name[0] == "residuum_call_errors_total"]
+    errors = {name[1:]: value for name, value in found.items() if name[0] == "residuum_call_errors_total"}
+    assert errors == dict.fromkeys(product(FAULTY, ["INTERNAL"]), 0), "an alert misses what is not there before"
     seconds = found["residuum_inference_first_token_seconds_sum",]
     assert 0 < seconds <= found["residuum_inference_request_seconds_sum",] < DEADLINE
     assert ("process_cpu_seconds_total",) in found

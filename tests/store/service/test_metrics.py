@@ -68,6 +68,10 @@ def test_metrics_of_a_store(process: Process, look: Callable[[], Samples]) -> No
     client = process.client
     before = look()
     assert before["residuum_store_captures", "open"] == 0
+    methods = store_pb2.DESCRIPTOR.services_by_name["StoreService"].methods
+    assert {before["residuum_call_errors_total", method.name, "INTERNAL"] for method in methods} == {0}, (
+        "an alert misses what is not there before"
+    )
     client.open()
     chunks = [make_chunk(LAYERS, [0, 1]), make_chunk(LAYERS, [2, 3, 4])]
     client.append([*chunks, chunks[0]])
