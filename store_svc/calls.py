@@ -20,6 +20,9 @@ MAX_SEARCHES = 2
 class _Slots:
     limit: int
     name: str
+    """The limit's name, for programs."""
+    what: str
+    """What it limits, for people."""
     taken: int = 0
 
 
@@ -36,9 +39,9 @@ class Calls:
         """
         self._condition = threading.Condition()
         self._running = 0
-        self._readers = _Slots(max_streams, "reads and waits")
-        self._writers = _Slots(max_writers, "writer streams")
-        self._searches = _Slots(MAX_SEARCHES, "searches")
+        self._readers = _Slots(max_streams, "max_streams", "reads and waits")
+        self._writers = _Slots(max_writers, "max_writers", "writer streams")
+        self._searches = _Slots(MAX_SEARCHES, "searches", "searches")
         self._searchers: set[str] = set()
 
     @contextmanager
@@ -82,7 +85,7 @@ class Calls:
         with self._condition:
             if tenant in self._searchers:
                 message = "A search of this tenant is running. Try again when it has ended."
-                raise Failure(Reason.ERROR_REASON_LIMIT_REACHED, message, limit=1)
+                raise Failure(Reason.ERROR_REASON_LIMIT_REACHED, message, limit="searches")
             if tenant:
                 self._searchers.add(tenant)
         try:
@@ -111,8 +114,8 @@ class Calls:
         """Occupy a slot. At the limit this fails at once: a waiting call would hold a server thread."""
         with self._condition:
             if slots.taken >= slots.limit:
-                message = f"The store already serves {slots.limit} {slots.name}, its limit. Try again later."
-                raise Failure(Reason.ERROR_REASON_LIMIT_REACHED, message, limit=slots.limit)
+                message = f"The store already serves {slots.limit} {slots.what}, its limit. Try again later."
+                raise Failure(Reason.ERROR_REASON_LIMIT_REACHED, message, limit=slots.name)
             slots.taken += 1
         try:
             yield

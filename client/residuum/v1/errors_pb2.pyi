@@ -83,7 +83,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_STORE_FULL: _ErrorReason.ValueType  # 20
     """RESOURCE_EXHAUSTED: the store is full: the disk or the database's limit. Metadata: `capture_id`."""
     ERROR_REASON_LIMIT_REACHED: _ErrorReason.ValueType  # 21
-    """RESOURCE_EXHAUSTED: a limit of the server is reached; try again later. Metadata: `limit`. If waiting does
+    """RESOURCE_EXHAUSTED: a limit of the server is reached; try again later. Metadata: `limit`, its name. If waiting does
     not help, because the call exceeds the limit on its own: also `needed` and `allowed`, both a count, or both in
     bytes; and for the limit `score_mib` also `needed_by_prompt`, the part of `needed` that grows with the prompt.
     """
@@ -195,7 +195,7 @@ ERROR_REASON_CHECKSUM_MISMATCH: ErrorReason.ValueType  # 19
 ERROR_REASON_STORE_FULL: ErrorReason.ValueType  # 20
 """RESOURCE_EXHAUSTED: the store is full: the disk or the database's limit. Metadata: `capture_id`."""
 ERROR_REASON_LIMIT_REACHED: ErrorReason.ValueType  # 21
-"""RESOURCE_EXHAUSTED: a limit of the server is reached; try again later. Metadata: `limit`. If waiting does
+"""RESOURCE_EXHAUSTED: a limit of the server is reached; try again later. Metadata: `limit`, its name. If waiting does
 not help, because the call exceeds the limit on its own: also `needed` and `allowed`, both a count, or both in
 bytes; and for the limit `score_mib` also `needed_by_prompt`, the part of `needed` that grows with the prompt.
 """

@@ -430,10 +430,11 @@ def test_a_stopping_store_ends_searches(tmp_path, monkeypatch):
 def test_a_tenant_runs_one_search_and_leaves_room_for_others():
     calls = Calls(max_streams=4, max_writers=4)
     with calls.searching("a"):
-        with pytest.raises(Failure, match="of this tenant"), calls.searching("a"):
+        with pytest.raises(Failure, match="of this tenant") as own, calls.searching("a"):
             pass
-        with calls.searching("b"), pytest.raises(Failure, match="its limit"), calls.searching("c"):
+        with calls.searching("b"), pytest.raises(Failure, match="its limit") as common, calls.searching("c"):
             pass
+        assert own.value.metadata == common.value.metadata == {"limit": "searches"}
         with calls.searching(""):
             pass
     with calls.searching("a"), calls.searching("b"):

@@ -322,7 +322,7 @@ def test_a_writer_beyond_the_limit_of_streams_is_refused(tmp_path: Path) -> None
             stream.until_acked(stream.send(make_chunk(LAYERS, [position])))
         with failing_with(Reason.ERROR_REASON_LIMIT_REACHED) as caught:
             client.append([make_chunk(LAYERS, [3])])
-        assert caught[0].metadata == {"limit": "2"}
+        assert caught[0].metadata == {"limit": "max_writers"}
         assert client.get().num_rows == 6, "short calls are answered"
         for stream in streams:
             stream.cancel()
@@ -338,6 +338,6 @@ def test_waiting_readers_do_not_block_writers(tmp_path: Path) -> None:
             next(answers)
         with failing_with(Reason.ERROR_REASON_LIMIT_REACHED) as caught:
             client.get(wait=1)
-        assert caught[0].metadata == {"limit": "2"}
+        assert caught[0].metadata == {"limit": "max_streams"}
         client.append([make_chunk(LAYERS, range(4))])
         assert [list(answers)[-1].manifest.state for answers in waiting] == [COMPLETE] * 2
