@@ -1,5 +1,6 @@
 """The contract does not break clients of its last release, and its page matches protos/."""
 
+import ast
 import importlib
 import re
 import shutil
@@ -12,6 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PROTOS = sorted((ROOT / "protos/residuum/v1").glob("*.proto"))
 PAGE = (ROOT / "docs/protos.md").read_text()
+SERVICES = ("store_svc", "inference_svc", "svc_common")
 
 
 @pytest.fixture
@@ -109,3 +111,41 @@ class TestPage:
 
     def test_the_page_has_every_description(self):
         assert not re.search(r"\|\s*\|\n(?!\| ---)", PAGE), "a field or value without a comment"
+
+
+class TestErrors:
+    """The contract names what a failed call carries, and which failures callers of a method must expect."""
+
+    @staticmethod
+    def comments():
+        text = (ROOT / "protos/residuum/v1/errors.proto").read_text()
+        return {name: comment for comment, name in re.findall(r"((?:  //.*\n)+)  (ERROR_REASON_\w+) =", text)}
+
+    @staticmethod
+    def metadata():
+        """Yield the reason and each name in the metadata of the failures that the services make."""
+        for path in (path for package in SERVICES for path in (ROOT / package).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                match node:
+                    case ast.Call(args=[ast.Attribute(attr=reason), *_]) if reason.startswith("ERROR_REASON_"):
+                        yield from ((reason, keyword.arg) for keyword in node.keywords if keyword.arg)
+
+    def test_the_metadata_of_every_failure_is_named(self):
+        comments, found = self.comments(), set(self.metadata())
+        assert ("ERROR_REASON_UNKNOWN_LAYER", "layer") in found
+        assert {(reason, name) for reason, name in found if f"`{name}`" not in comments[reason]} == set()
+
+    @pytest.mark.parametrize(
+        ("service", "method", "reasons"),
+        [
+            ("inference", "RegisterRequest", ["PERMISSION_DENIED"]),
+            ("inference", "Generate", ["QUOTA_EXCEEDED", "STORE_FULL", "PERMISSION_DENIED"]),
+            ("store", "ListCaptures", ["PERMISSION_DENIED"]),
+            ("store", "ReadChunks", ["ARCHIVE_UNREACHABLE"]),
+            ("store", "Search", ["ARCHIVE_UNREACHABLE"]),
+        ],
+    )
+    def test_a_method_lists_the_reasons_that_its_callers_handle(self, service, method, reasons):
+        text = (ROOT / f"protos/residuum/v1/{service}.proto").read_text()
+        comment = text.partition(f"  rpc {method}(")[0].rpartition("\n\n")[2]
+        assert [reason for reason in reasons if reason not in comment] == []

@@ -43,7 +43,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """INVALID_ARGUMENT: the prompt has no tokens."""
     ERROR_REASON_PROMPT_TOO_LONG: _ErrorReason.ValueType  # 7
     """INVALID_ARGUMENT: the prompt and the tokens to generate exceed the model's context. Metadata: `prompt_tokens`,
-    `limit`.
+    `limit`. A prompt that is far too long is refused before its tokens are counted: then `prompt_characters`, or for a
+    conversation with too many messages `prompt_messages`, in place of `prompt_tokens`.
     """
     ERROR_REASON_DIGEST_MISMATCH: _ErrorReason.ValueType  # 8
     """INVALID_ARGUMENT: a vector does not match its digest. Metadata: `digest`."""
@@ -71,13 +72,17 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_UNKNOWN_CAPTURE: _ErrorReason.ValueType  # 15
     """NOT_FOUND: the store does not hold this capture. Metadata: `capture_id`."""
     ERROR_REASON_CAPTURE_EXISTS: _ErrorReason.ValueType  # 16
-    """ALREADY_EXISTS: the store holds another capture with this ID. Metadata: `capture_id`, `state`."""
+    """ALREADY_EXISTS: the store holds another capture with this ID. Metadata: `capture_id`, `state`. If it is a
+    store that held captures with this ID before the list of stores changed: `store` in place of `state`.
+    """
     ERROR_REASON_CAPTURE_ENDED: _ErrorReason.ValueType  # 17
     """FAILED_PRECONDITION: the capture has ended, or is sealed differently, and refuses the change. Metadata:
     `capture_id`, `state`.
     """
     ERROR_REASON_STORE_UNREACHABLE: _ErrorReason.ValueType  # 18
-    """UNAVAILABLE: the request asks for a capture, and the store does not answer. Metadata: `endpoint`."""
+    """UNAVAILABLE: the request asks for a capture, and the store does not answer. Metadata: `endpoint`, and `store`,
+    its name; `capture_id` if it may hold a capture with this ID from before the list of stores changed.
+    """
     ERROR_REASON_CHECKSUM_MISMATCH: _ErrorReason.ValueType  # 19
     """DATA_LOSS: a chunk's checksum does not match its payload. Metadata: `capture_id`."""
     ERROR_REASON_STORE_FULL: _ErrorReason.ValueType  # 20
@@ -133,8 +138,8 @@ class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     reason below is listed with its gRPC code.
 
     A call that gRPC itself fails has a code and no reason. On the server's side: RESOURCE_EXHAUSTED (a message is longer
-    than 4 MiB), UNIMPLEMENTED (the server is too old for the method, or the message is compressed), DEADLINE_EXCEEDED, and
-    INTERNAL (the call's metadata is malformed).
+    than 4 MiB, or too many calls run at once), UNIMPLEMENTED (the server is too old for the method, or the message is
+    compressed), DEADLINE_EXCEEDED, and INTERNAL (the call's metadata is malformed).
     """
 
 ERROR_REASON_UNSPECIFIED: ErrorReason.ValueType  # 0
@@ -155,7 +160,8 @@ ERROR_REASON_EMPTY_PROMPT: ErrorReason.ValueType  # 6
 """INVALID_ARGUMENT: the prompt has no tokens."""
 ERROR_REASON_PROMPT_TOO_LONG: ErrorReason.ValueType  # 7
 """INVALID_ARGUMENT: the prompt and the tokens to generate exceed the model's context. Metadata: `prompt_tokens`,
-`limit`.
+`limit`. A prompt that is far too long is refused before its tokens are counted: then `prompt_characters`, or for a
+conversation with too many messages `prompt_messages`, in place of `prompt_tokens`.
 """
 ERROR_REASON_DIGEST_MISMATCH: ErrorReason.ValueType  # 8
 """INVALID_ARGUMENT: a vector does not match its digest. Metadata: `digest`."""
@@ -183,13 +189,17 @@ ERROR_REASON_UNKNOWN_REQUEST: ErrorReason.ValueType  # 14
 ERROR_REASON_UNKNOWN_CAPTURE: ErrorReason.ValueType  # 15
 """NOT_FOUND: the store does not hold this capture. Metadata: `capture_id`."""
 ERROR_REASON_CAPTURE_EXISTS: ErrorReason.ValueType  # 16
-"""ALREADY_EXISTS: the store holds another capture with this ID. Metadata: `capture_id`, `state`."""
+"""ALREADY_EXISTS: the store holds another capture with this ID. Metadata: `capture_id`, `state`. If it is a
+store that held captures with this ID before the list of stores changed: `store` in place of `state`.
+"""
 ERROR_REASON_CAPTURE_ENDED: ErrorReason.ValueType  # 17
 """FAILED_PRECONDITION: the capture has ended, or is sealed differently, and refuses the change. Metadata:
 `capture_id`, `state`.
 """
 ERROR_REASON_STORE_UNREACHABLE: ErrorReason.ValueType  # 18
-"""UNAVAILABLE: the request asks for a capture, and the store does not answer. Metadata: `endpoint`."""
+"""UNAVAILABLE: the request asks for a capture, and the store does not answer. Metadata: `endpoint`, and `store`,
+its name; `capture_id` if it may hold a capture with this ID from before the list of stores changed.
+"""
 ERROR_REASON_CHECKSUM_MISMATCH: ErrorReason.ValueType  # 19
 """DATA_LOSS: a chunk's checksum does not match its payload. Metadata: `capture_id`."""
 ERROR_REASON_STORE_FULL: ErrorReason.ValueType  # 20

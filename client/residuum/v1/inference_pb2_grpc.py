@@ -121,6 +121,7 @@ class InferenceServiceServicer:
         Errors:
         * INVALID_ARGUMENT: the spec names a layer, site, operation or vector that is invalid (the reason says which).
         * ALREADY_EXISTS, REQUEST_EXISTS: the ID is registered with another spec, or its request is running.
+        * PERMISSION_DENIED: the spec opts out of rules of the operator that the tenant may not opt out of.
         * UNAVAILABLE, STORE_UNREACHABLE: the spec asks for a capture, and its store does not answer.
         * RESOURCE_EXHAUSTED, LIMIT_REACHED: too many registrations are waiting, or they take too much memory.
         """
@@ -200,7 +201,11 @@ class InferenceServiceServicer:
         * ALREADY_EXISTS: REQUEST_EXISTS (the ID of the inline spec is registered, or its request is running) or
         CAPTURE_EXISTS (a store holds a capture with this ID, and `if_exists` does not allow to replace or skip it).
         * RESOURCE_EXHAUSTED, LIMIT_REACHED: the request uses more vectors than can be kept or active, or waited too long
-        for room among the active ones; or too many requests are running or waiting.
+        for room among the active ones; or too many requests are running or waiting; or the store has too many captures.
+        * RESOURCE_EXHAUSTED, QUOTA_EXCEEDED: the tenant has reached its limit of requests, in the store its limit of open
+        captures or of bytes, or the request's vectors exceed its limit.
+        * RESOURCE_EXHAUSTED, STORE_FULL: the request asks for a capture, and its store is full.
+        * PERMISSION_DENIED: the inline spec opts out of rules of the operator that the tenant may not opt out of.
         * UNAVAILABLE: STORE_UNREACHABLE (the request asks for a capture, and its store does not answer; or the client
         chose the ID, and another store that may hold a capture with this ID does not answer), NOT_SERVING or
         ENGINE_DEAD.

@@ -1285,14 +1285,18 @@ class SearchRequest(_message.Message):
     where: _builtins.str
     """Only captures whose labels match this filter; see ListCapturesRequest. Empty: all."""
     tenant: _builtins.str
-    """Only captures of this tenant. Unset: those of the caller's tenant, or for admins those of all tenants."""
+    """Only captures of this tenant. Unset: those of the caller's tenant, or for admins those of all tenants. With
+    `capture_ids`, unset means the caller's own tenant, also for admins.
+    """
     @_builtins.property
     def states(self) -> _containers.RepeatedScalarFieldContainer[_capture_pb2.CaptureState.ValueType]:
-        """Only captures in one of these states. Empty: all that have ended."""
+        """Only captures in one of these states. Empty: all. Captures that have not ended are left out and counted."""
 
     @_builtins.property
     def capture_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Only these captures, at most 4096. Empty: all. Those that do not exist are in `unknown_capture_ids`."""
+        """Only these captures, at most 4096; without `prefix`, `states` and `where`. Empty: all. Those that do not exist are
+        in `unknown_capture_ids`.
+        """
 
     @_builtins.property
     def positions(self) -> _selection_pb2.PositionSelection:
@@ -1712,9 +1716,9 @@ Global___GetStatsRequest: _TypeAlias = GetStatsRequest  # noqa: Y015
 
 @_typing.final
 class GetStatsResponse(_message.Message):
-    """The store's statistics. Callers that are not admins get those of their own tenant: its captures, their bytes and its
-    limits, whether the store is full, the name of the tenant, and the server's version, clock and start time. All other
-    fields are then unset.
+    """The store's statistics. Callers that are not admins get those of their own tenant: its name, whether the store is
+    full, and the server's version, clock and start time; with the right `read` also its captures, their bytes and its
+    limits. All other fields are then unset.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1895,9 +1899,9 @@ class TenantStats(_message.Message):
     tenant: _builtins.str
     """The name of the tenant. Empty: the default tenant."""
     max_bytes: _builtins.int
-    """Bytes of chunks that it may have. Unset: no limit."""
+    """Bytes of chunks that it may have. Unset: no limit, or the caller does not have the right `read`."""
     max_open_captures: _builtins.int
-    """Captures that it may have open. Unset: no limit."""
+    """Captures that it may have open. Unset: no limit, or the caller does not have the right `read`."""
     def __init__(
         self,
         *,

@@ -44,6 +44,10 @@ class StoreServiceStub:
     `generate` to label and delete; any for GetStats and DescribeStore; `admin` for everything. A capture belongs to a tenant; for other
     tenants it does not exist.
 
+    Besides the errors that each method lists, any call may fail with UNAVAILABLE (NOT_SERVING: the store is stopping).
+    Calls that read, wait, search or append fail with RESOURCE_EXHAUSTED (LIMIT_REACHED) if the store already serves as
+    many as it may.
+
     The service also serves grpc.health.v1 and server reflection.
     """
 
@@ -153,6 +157,10 @@ class StoreServiceServicer:
     with PERMISSION_DENIED. The rights are `write` to open, append, seal and renew leases; `read` to get, list, read and search;
     `generate` to label and delete; any for GetStats and DescribeStore; `admin` for everything. A capture belongs to a tenant; for other
     tenants it does not exist.
+
+    Besides the errors that each method lists, any call may fail with UNAVAILABLE (NOT_SERVING: the store is stopping).
+    Calls that read, wait, search or append fail with RESOURCE_EXHAUSTED (LIMIT_REACHED) if the store already serves as
+    many as it may.
 
     The service also serves grpc.health.v1 and server reflection.
     """
@@ -303,6 +311,7 @@ class StoreServiceServicer:
         Errors:
         * INVALID_ARGUMENT, INVALID_FIELD: the page token comes from another store, or belongs to another filter; a state does
         not exist, or `where` cannot be parsed.
+        * PERMISSION_DENIED: the token may not act for this tenant.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -324,6 +333,7 @@ class StoreServiceServicer:
         expire while it is being read.
         * INVALID_ARGUMENT: the capture does not have a selected layer or site.
         * DATA_LOSS, CHECKSUM_MISMATCH: a stored chunk is damaged.
+        * UNAVAILABLE, ARCHIVE_UNREACHABLE: the rows are only in the archive, which does not answer.
         * UNAVAILABLE, NOT_SERVING: the store is stopping.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -374,6 +384,7 @@ class StoreServiceServicer:
         * INVALID_ARGUMENT, INVALID_FIELD: a field is wrong, such as a vector that is zero or not finite.
         * RESOURCE_EXHAUSTED, LIMIT_REACHED: the store already serves as many searches or reads as it may.
         * PERMISSION_DENIED: the token may not act for this tenant.
+        * UNAVAILABLE, ARCHIVE_UNREACHABLE: rows of a selected capture are only in the archive, which does not answer.
         * UNAVAILABLE, NOT_SERVING: the store is stopping.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -563,6 +574,10 @@ class StoreService:
     with PERMISSION_DENIED. The rights are `write` to open, append, seal and renew leases; `read` to get, list, read and search;
     `generate` to label and delete; any for GetStats and DescribeStore; `admin` for everything. A capture belongs to a tenant; for other
     tenants it does not exist.
+
+    Besides the errors that each method lists, any call may fail with UNAVAILABLE (NOT_SERVING: the store is stopping).
+    Calls that read, wait, search or append fail with RESOURCE_EXHAUSTED (LIMIT_REACHED) if the store already serves as
+    many as it may.
 
     The service also serves grpc.health.v1 and server reflection.
     """

@@ -45,6 +45,10 @@ class StoreServiceStub:
     `generate` to label and delete; any for GetStats and DescribeStore; `admin` for everything. A capture belongs to a tenant; for other
     tenants it does not exist.
 
+    Besides the errors that each method lists, any call may fail with UNAVAILABLE (NOT_SERVING: the store is stopping).
+    Calls that read, wait, search or append fail with RESOURCE_EXHAUSTED (LIMIT_REACHED) if the store already serves as
+    many as it may.
+
     The service also serves grpc.health.v1 and server reflection.
     """
 
@@ -170,6 +174,7 @@ class StoreServiceStub:
     Errors:
     * INVALID_ARGUMENT, INVALID_FIELD: the page token comes from another store, or belongs to another filter; a state does
       not exist, or `where` cannot be parsed.
+    * PERMISSION_DENIED: the token may not act for this tenant.
     """
     ReadChunks: _grpc.UnaryStreamMultiCallable[_store_pb2.ReadChunksRequest, _store_pb2.ReadChunksResponse]
     """Sends the rows of a capture. With `follow` it continues until the capture has ended, and sends rows as they come.
@@ -187,6 +192,7 @@ class StoreServiceStub:
       expire while it is being read.
     * INVALID_ARGUMENT: the capture does not have a selected layer or site.
     * DATA_LOSS, CHECKSUM_MISMATCH: a stored chunk is damaged.
+    * UNAVAILABLE, ARCHIVE_UNREACHABLE: the rows are only in the archive, which does not answer.
     * UNAVAILABLE, NOT_SERVING: the store is stopping.
     """
     ReadCaptures: _grpc.UnaryStreamMultiCallable[_store_pb2.ReadCapturesRequest, _store_pb2.ReadCapturesResponse]
@@ -229,6 +235,7 @@ class StoreServiceStub:
     * INVALID_ARGUMENT, INVALID_FIELD: a field is wrong, such as a vector that is zero or not finite.
     * RESOURCE_EXHAUSTED, LIMIT_REACHED: the store already serves as many searches or reads as it may.
     * PERMISSION_DENIED: the token may not act for this tenant.
+    * UNAVAILABLE, ARCHIVE_UNREACHABLE: rows of a selected capture are only in the archive, which does not answer.
     * UNAVAILABLE, NOT_SERVING: the store is stopping.
     """
     LabelCapture: _grpc.UnaryUnaryMultiCallable[_store_pb2.LabelCaptureRequest, _store_pb2.LabelCaptureResponse]
@@ -305,6 +312,10 @@ class StoreServiceAsyncStub(StoreServiceStub):
     with PERMISSION_DENIED. The rights are `write` to open, append, seal and renew leases; `read` to get, list, read and search;
     `generate` to label and delete; any for GetStats and DescribeStore; `admin` for everything. A capture belongs to a tenant; for other
     tenants it does not exist.
+
+    Besides the errors that each method lists, any call may fail with UNAVAILABLE (NOT_SERVING: the store is stopping).
+    Calls that read, wait, search or append fail with RESOURCE_EXHAUSTED (LIMIT_REACHED) if the store already serves as
+    many as it may.
 
     The service also serves grpc.health.v1 and server reflection.
     """
@@ -428,6 +439,7 @@ class StoreServiceAsyncStub(StoreServiceStub):
     Errors:
     * INVALID_ARGUMENT, INVALID_FIELD: the page token comes from another store, or belongs to another filter; a state does
       not exist, or `where` cannot be parsed.
+    * PERMISSION_DENIED: the token may not act for this tenant.
     """
     ReadChunks: _aio.UnaryStreamMultiCallable[_store_pb2.ReadChunksRequest, _store_pb2.ReadChunksResponse]  # type: ignore[assignment]
     """Sends the rows of a capture. With `follow` it continues until the capture has ended, and sends rows as they come.
@@ -445,6 +457,7 @@ class StoreServiceAsyncStub(StoreServiceStub):
       expire while it is being read.
     * INVALID_ARGUMENT: the capture does not have a selected layer or site.
     * DATA_LOSS, CHECKSUM_MISMATCH: a stored chunk is damaged.
+    * UNAVAILABLE, ARCHIVE_UNREACHABLE: the rows are only in the archive, which does not answer.
     * UNAVAILABLE, NOT_SERVING: the store is stopping.
     """
     ReadCaptures: _aio.UnaryStreamMultiCallable[_store_pb2.ReadCapturesRequest, _store_pb2.ReadCapturesResponse]  # type: ignore[assignment]
@@ -487,6 +500,7 @@ class StoreServiceAsyncStub(StoreServiceStub):
     * INVALID_ARGUMENT, INVALID_FIELD: a field is wrong, such as a vector that is zero or not finite.
     * RESOURCE_EXHAUSTED, LIMIT_REACHED: the store already serves as many searches or reads as it may.
     * PERMISSION_DENIED: the token may not act for this tenant.
+    * UNAVAILABLE, ARCHIVE_UNREACHABLE: rows of a selected capture are only in the archive, which does not answer.
     * UNAVAILABLE, NOT_SERVING: the store is stopping.
     """
     LabelCapture: _aio.UnaryUnaryMultiCallable[_store_pb2.LabelCaptureRequest, _store_pb2.LabelCaptureResponse]  # type: ignore[assignment]
@@ -562,6 +576,10 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
     with PERMISSION_DENIED. The rights are `write` to open, append, seal and renew leases; `read` to get, list, read and search;
     `generate` to label and delete; any for GetStats and DescribeStore; `admin` for everything. A capture belongs to a tenant; for other
     tenants it does not exist.
+
+    Besides the errors that each method lists, any call may fail with UNAVAILABLE (NOT_SERVING: the store is stopping).
+    Calls that read, wait, search or append fail with RESOURCE_EXHAUSTED (LIMIT_REACHED) if the store already serves as
+    many as it may.
 
     The service also serves grpc.health.v1 and server reflection.
     """
@@ -731,6 +749,7 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
         Errors:
         * INVALID_ARGUMENT, INVALID_FIELD: the page token comes from another store, or belongs to another filter; a state does
           not exist, or `where` cannot be parsed.
+        * PERMISSION_DENIED: the token may not act for this tenant.
         """
 
     @_abc_1.abstractmethod
@@ -754,6 +773,7 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
           expire while it is being read.
         * INVALID_ARGUMENT: the capture does not have a selected layer or site.
         * DATA_LOSS, CHECKSUM_MISMATCH: a stored chunk is damaged.
+        * UNAVAILABLE, ARCHIVE_UNREACHABLE: the rows are only in the archive, which does not answer.
         * UNAVAILABLE, NOT_SERVING: the store is stopping.
         """
 
@@ -808,6 +828,7 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
         * INVALID_ARGUMENT, INVALID_FIELD: a field is wrong, such as a vector that is zero or not finite.
         * RESOURCE_EXHAUSTED, LIMIT_REACHED: the store already serves as many searches or reads as it may.
         * PERMISSION_DENIED: the token may not act for this tenant.
+        * UNAVAILABLE, ARCHIVE_UNREACHABLE: rows of a selected capture are only in the archive, which does not answer.
         * UNAVAILABLE, NOT_SERVING: the store is stopping.
         """
 
