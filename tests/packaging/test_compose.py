@@ -320,7 +320,11 @@ HEALTH_CHECK = 64 << 20
 def test_a_stores_limits_fit_its_container(service, settings):
     bound, limit = settings.memory_bound_bytes, size(service["mem_limit"])
     assert bound + in_memory(service) + HEALTH_CHECK < limit
-    assert f"{bound / 2**30:.1f} GiB of {limit >> 30}" in (ROOT / "deploy/README.md").read_text()
+    text = (ROOT / "deploy/README.md").read_text()
+    assert f"{bound / 2**30:.1f} GiB of {limit >> 30}" in text
+    archiving = settings.model_copy(update={"archive": "s3://bucket/store"}).memory_bound_bytes
+    (told,) = re.findall(rf"\| {archiving / 2**30:.1f} GiB: set `RESIDUUM_STORE_MEMORY=(\w+)`", text)
+    assert archiving + in_memory(service) + HEALTH_CHECK < size(told)
 
 
 def test_the_memory_for_a_million_captures_is_as_documented(monkeypatch):

@@ -329,7 +329,11 @@ def test_a_stores_limits_fit_its_container(pod, container, settings):
     probe = 64 << 20  # with TLS the probe is a command
     bound, limit = settings.memory_bound_bytes, size(container["resources"]["limits"]["memory"])
     assert bound + files + probe < limit
-    assert f"{bound / 2**30:.1f} GiB of {limit >> 30}" in (FOLDER.parent / "README.md").read_text()
+    text = (FOLDER.parent / "README.md").read_text()
+    assert f"{bound / 2**30:.1f} GiB of {limit >> 30}" in text
+    archiving = settings.model_copy(update={"archive": "s3://bucket/store"}).memory_bound_bytes
+    (told,) = re.findall(rf"\| {archiving / 2**30:.1f} GiB: set `limits.memory: (\w+)`", text)
+    assert archiving + files + probe < size(told)
 
 
 def test_stores_go_one_at_a_time(found):
