@@ -98,9 +98,10 @@ class RuleCounts:
             self._names.add(name)
         self._counter.labels(name if name in self._names else "(other)", action).inc()
 
-    def know(self, name: str) -> None:
-        """Count a rule of the operator by its name, whatever rules callers have."""
+    def know(self, name: str, action: str) -> None:
+        """Count a rule of the operator by its name, whatever rules callers have, and from 0: alerts see the first."""
         self._names.add(name)
+        self._counter.labels(name, action)
 
 
 class TokenCount(Collector):

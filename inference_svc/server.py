@@ -197,8 +197,8 @@ class InferenceServer:
             rules = self._rules.for_model(engine.facts) if self._rules else OperatorRules()
         except RulesFileError as error:
             raise SystemExit(str(error)) from None
-        for name in rules.names:
-            self._metrics.rules.know(name)
+        for name, action in rules.actions.items():
+            self._metrics.rules.know(name, action)
         parts = Parts.assemble(engine, settings, stores, self._metrics, access.limits_of, rules)
         self._metrics.registry.register(ServiceCollector(parts.registry, parts.vectors, parts.activator, stores))
         return parts

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from inference_svc.admission.probes import num_products
-from inference_svc.admission.rules import STEER, check_steering_rules
+from inference_svc.admission.rules import STEER, action_name, check_steering_rules
 from inference_svc.admission.steering import check_demand, demand_of_steering
 from inference_svc.resources.vector_cache import OPERATOR, vector_name
 from residuum.rpc.errors import Failure, Reason
@@ -48,9 +48,9 @@ class OperatorRules:
         self._rules = tuple(rules)
 
     @property
-    def names(self) -> list[str]:
-        """The names of all rules, as events have them."""
-        return [item.rule.name for item in self._rules]
+    def actions(self) -> dict[str, str]:
+        """The action of each rule, by the rule's name as events have it."""
+        return {item.rule.name: action_name(item.rule.action) for item in self._rules}
 
     def names_for(self, tenant: str) -> list[str]:
         """Return the names of the rules that apply to a tenant's requests."""

@@ -80,6 +80,11 @@ def rule_digests(spec: probe_pb2.ProbeSpec | None) -> list[bytes]:
     return digests_of(steering_of_rules(spec))
 
 
+def action_name(action: rule_pb2.RuleAction.ValueType) -> str:
+    """Return an action's name in metrics and logs: "flag", "abort" or "steer"."""
+    return rule_pb2.RuleAction.Name(action).removeprefix("RULE_ACTION_").lower()
+
+
 def has_action(spec: probe_pb2.ProbeSpec | None, action: rule_pb2.RuleAction.ValueType) -> bool:
     """Tell whether a rule of a checked spec has an action."""
     return spec is not None and any(rule.action == action for rule in spec.rules)

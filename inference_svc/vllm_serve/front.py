@@ -195,8 +195,8 @@ class FrontEnd:
             shared = SharedVectors(folder_of(ranks) / "vectors", *limits)
         vectors = RequestVectors(parts.vectors, shared)
         counts = _rule_counts()
-        for name in rules.names:
-            counts.know(name)
+        for name, action in rules.actions.items():
+            counts.know(name, action)
         has_store, max_model_len = self._delivery is not None, engine.facts.max_model_len
         self._serving = _Serving(
             RequestAdmission(parts.admission, vectors, max_model_len, has_store=has_store, has_rules=self._has_rules),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from inference_svc.admission.rules import ABORT, STEER
+from inference_svc.admission.rules import ABORT, STEER, action_name
 from residuum.v1 import rule_pb2
 from residuum.wire.probes.rules import FINISH_REASON, RuleWatch
 from svc_common.logs import get_logger
@@ -159,7 +159,7 @@ class SequenceRules:
             first = await self._changes.add(self._index, rule)
             if first is not None:
                 event.first_position = first
-        action = rule_pb2.RuleAction.Name(rule.action).removeprefix("RULE_ACTION_").lower()
+        action = action_name(rule.action)
         self._counts.add(rule.name, action)
         _log.info("rule fired", rule=rule.name, action=action, sequence=self._index, token=token, score=round(score, 6))
         return event

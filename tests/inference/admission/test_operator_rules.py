@@ -108,8 +108,8 @@ def test_a_file_of_rules(write, tmp_path):
     other = 'name = "two"\nprobe = "two.safetensors"\nbelow = 0.1\nthen = "abort"\nfor_tokens = 3\noutput = "b"\n'
     path = write(BASIC, other + 'tenants = ["alice", "bob"]\nmay_opt_out = ["bob"]')
     rules = load_rules(path, PROBING)
-    assert rules.names == ["operator:toxic", "operator:two"]
-    assert rules.names_for("alice") == rules.names_for("bob") == rules.names
+    assert list(rules.actions) == ["operator:toxic", "operator:two"]
+    assert rules.names_for("alice") == rules.names_for("bob") == list(rules.actions)
     assert (rules.names_for(""), rules.outputs_for(""), rules.outputs_for("bob")) == (["operator:toxic"], 1, 3)
     first, second = rules._rules
     assert first.probe.outputs[0].bias == 0.5
@@ -330,10 +330,11 @@ def test_a_file_leaves_an_output_to_callers(write, tmp_path):
 
 def test_without_a_file_nothing_changes():
     rules = OperatorRules()
-    assert (rules.names, rules.outputs_for("a")) == ([], 0)
+    assert (rules.actions, rules.outputs_for("a")) == ({}, 0)
     metrics = InferenceMetrics()
     for number in range(1000):
         metrics.rules.add(f"r{number}", "flag")
-    metrics.rules.know("operator:late")
+    metrics.rules.know("operator:late", "abort")
+    assert fired(metrics, "operator:late", "abort") == 0, "Prometheus sees no increase of what was not there"
     metrics.rules.add("operator:late", "abort")
     assert fired(metrics, "operator:late", "abort") == 1, "callers' names do not crowd it out"

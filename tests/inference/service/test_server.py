@@ -71,14 +71,14 @@ def test_the_service_has_the_rules_of_the_file_of_its_settings_or_none(start, tm
     assemble = InferenceServer._assemble
 
     def note(self, engine, access):
-        assembled.append(assemble(self, engine, access).admission.operator_rules.names)
+        assembled.append(assemble(self, engine, access).admission.operator_rules.actions)
         raise SystemExit("that is enough")
 
     monkeypatch.setattr(InferenceServer, "_assemble", note)
     for rules in (RULE, None):
         with pytest.raises(SystemExit, match="enough"):
             start(rules)
-    assert assembled == [["operator:toxic"], []]
+    assert assembled == [{"operator:toxic": "flag"}, {}]
 
 
 def test_rules_that_do_not_fit_the_model_stop_the_service_and_its_engine(start, tmp_path):
