@@ -96,7 +96,7 @@ class Store:
         with self._db.read() as txn:
             check_restored(txn)
         limits = CatalogLimits(settings.max_captures, settings.max_open_mib << 20)
-        leases = Leases(settings.lease_seconds)
+        leases = Leases(settings.lease_seconds, limits_of=self._access.limits_of)
         self._catalog = load_catalog(self._db, limits, leases, has_archive=bool(settings.archive))
         retention = _retention(settings)
         options = WriterOptions(

@@ -202,7 +202,7 @@ class StoreServicer:
         """See store.proto."""
         check_service_instance("service_instance", request.service_instance)
         leases = self._catalog.leases
-        if not leases.renew(request.service_instance):
+        if not leases.renew(request.service_instance, current_caller().holder):
             message = "Too many inference services hold leases in this store. Try again later."
             raise Failure(Reason.ERROR_REASON_LIMIT_REACHED, message, limit="leases")
         response = store_pb2.RenewLeaseResponse()

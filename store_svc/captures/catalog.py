@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from residuum.v1 import capture_pb2, store_pb2
+from residuum.wire.tokens import ANY_TENANT
 from store_svc.captures.capture_names import CaptureName, name_of, unknown_capture
 from store_svc.captures.leases import Leases
 from store_svc.captures.lifecycle import OPEN, Capture, Wait
@@ -244,10 +245,13 @@ class Catalog:
         with self._lock:
             self._expiring.discard(number)
 
-    def open(self, capture: Capture, keys: list[bytes]) -> None:
-        """Add an open capture to the catalog, with the keys of its frames. Its service's lease starts anew."""
+    def open(self, capture: Capture, keys: list[bytes], holder: str = ANY_TENANT) -> None:
+        """Add an open capture to the catalog, with the keys of its frames. Its service's lease starts anew.
+
+        `holder`: see `Leases.renew`.
+        """
         if capture.description.service_instance:
-            self.leases.renew(capture.description.service_instance)
+            self.leases.renew(capture.description.service_instance, holder)
         with self._lock:
             self._insert(name_of(capture.description), capture.number)
             self._feeds[capture.number] = Feed(capture, keys)

@@ -1,44 +1,75 @@
-"""Leases: which inference services are running. A service that is killed stops renewing its lease."""
+"""Leases: which inference services are running. A service that is killed stops renewing its lease.
+
+A lease is of a service and of its holder: the tenant whose token renews it, or "*" for a token that acts for all
+tenants. It keeps only captures of that tenant open, so no tenant can do so for captures of others.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
+from typing import NamedTuple
+
+from residuum.wire.tokens import ANY_TENANT
+from svc_common.security.tokens_file import Limits, no_limits
 
 _MAX_LEASES = 10_000
+
+
+class _Lease(NamedTuple):
+    service: str
+    holder: str
 
 
 class Leases:
     """The leases of the inference services that have open captures. Thread-safe."""
 
-    def __init__(self, seconds: float = 15.0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        seconds: float = 15.0,
+        clock: Callable[[], float] = time.monotonic,
+        limits_of: Callable[[str], Limits] = no_limits,
+    ) -> None:
         """Start without leases.
 
         Args:
             seconds: How long a lease lasts after it was renewed.
             clock: Returns monotonic seconds.
+            limits_of: Returns a holder's limits.
         """
+        self._limits_of = limits_of
         self.seconds = seconds
         """How long a lease lasts after it was renewed, in seconds."""
         self._clock = clock
         self._lock = threading.Lock()
-        self._ends: OrderedDict[str, float] = OrderedDict()  # by service, in order of the end
+        self._ends: OrderedDict[_Lease, float] = OrderedDict()  # in order of the end
+        self._counts: Counter[str] = Counter()  # leases of each holder
 
-    def renew(self, service: str) -> bool:
-        """Start a lease, or start it anew. Return False if there are too many leases for another one."""
+    def renew(self, service: str, holder: str = ANY_TENANT) -> bool:
+        """Start a lease, or start it anew. Return False if there are too many leases for another one.
+
+        Args:
+            service: The service.
+            holder: The tenant whose token renews it; "*" for one that acts for all tenants.
+        """
+        lease = _Lease(service, holder)
         with self._lock:
-            if service not in self._ends and len(self._ends) >= _MAX_LEASES:
-                return False
-            self._ends[service] = self._clock() + self.seconds
-            self._ends.move_to_end(service)
+            if lease not in self._ends:
+                share = self._limits_of(holder).share_of(_MAX_LEASES)
+                if len(self._ends) >= _MAX_LEASES or self._counts[holder] >= share:
+                    return False
+                self._counts[holder] += 1
+            self._ends[lease] = self._clock() + self.seconds
+            self._ends.move_to_end(lease)
             return True
 
-    def is_held(self, service: str) -> bool:
-        """Return whether a service holds a lease that has not run out."""
+    def is_held(self, service: str, tenant: str = "") -> bool:
+        """Return whether a lease that has not run out keeps a tenant's captures of a service open."""
+        leases = (_Lease(service, ANY_TENANT), _Lease(service, tenant))
         with self._lock:
-            return self._ends.get(service, float("-inf")) > self._clock()
+            return max(self._ends.get(lease, float("-inf")) for lease in leases) > self._clock()
 
     def take_lapsed(self) -> set[str]:
         """Forget the leases that have run out, and return their services.
@@ -51,14 +82,15 @@ class Leases:
             first = next(iter(self._ends.values()), now)
             if now - first > self.seconds:
                 self._ends = OrderedDict.fromkeys(self._ends, now + self.seconds)
-            lapsed = set()
-            for service, end in self._ends.items():
+            lapsed = []
+            for lease, end in self._ends.items():
                 if end > now:
                     break
-                lapsed.add(service)
-            for service in lapsed:
-                del self._ends[service]
-            return lapsed
+                lapsed.append(lease)
+            for lease in lapsed:
+                del self._ends[lease]
+            self._counts -= Counter(lease.holder for lease in lapsed)
+            return {lease.service for lease in lapsed}
 
     def next_end(self) -> float | None:
         """Return when the next lease runs out, by the clock; None if there is no lease."""

@@ -14,6 +14,7 @@ from residuum.wire.labels import LabelError, changed
 from residuum.wire.rows.archive import capture_key
 from residuum.wire.rows.frame_keys import FrameKey
 from residuum.wire.rows.frames import ChunkView
+from residuum.wire.tokens import ANY_TENANT
 from store_svc.archive import records
 from store_svc.captures.capture_names import CaptureName, name_of, unknown_capture
 from store_svc.captures.catalog import Catalog
@@ -78,7 +79,7 @@ class Batch:
         self._catalog = catalog
         self._clock = Clock.now()
         self._numbers: dict[CaptureName, int | None] = {}
-        self._opened: set[int] = set()
+        self._opened: dict[int, str] = {}  # by number: whose lease the open renews
         self._deleted: list[tuple[CaptureName, int]] = []
         self._archive_states: dict[int, capture_pb2.ArchiveState.ValueType] = {}
         self._claims_archive = False
@@ -102,8 +103,14 @@ class Batch:
         self,
         description: capture_pb2.CaptureDescription,
         if_exists: capture_pb2.IfExists.ValueType = capture_pb2.IF_EXISTS_FAIL,
+        holder: str = ANY_TENANT,
     ) -> capture_pb2.CaptureManifest | None:
         """Create a capture, unless the same capture is open already. It may replace one with the same ID.
+
+        Args:
+            description: What the capture holds.
+            if_exists: What to do if there is a capture with this ID.
+            holder: Whose lease the open renews; see `Leases.renew`.
 
         Returns:
             The manifest of the capture that exists already and is the result (IF_EXISTS_SKIP). None: the capture is
@@ -136,7 +143,7 @@ class Batch:
         capture = Capture(number, description, self._clock.wall, self._clock.monotonic)
         self._growth += capture.memory_bytes
         self._numbers[name] = number
-        self._opened.add(number)
+        self._opened[number] = holder
         self._drafts[number] = capture
         self._put_record(capture)
         write_labels(self._txn, description.tenant, number, changed([], description.spec.labels, []))
@@ -366,7 +373,7 @@ class Batch:
                 self._catalog.delete(name, number)
         for number, draft in self._drafts.items():
             if number in self._opened:
-                self._catalog.open(draft, [])
+                self._catalog.open(draft, [], self._opened[number])
             self._catalog.publish(draft, self._keys.get(number, []))
         for number, state in self._archive_states.items():
             self._catalog.note_archive_state(number, state)
@@ -419,7 +426,7 @@ class Batch:
         return number, draft
 
     def _service_lives(self, draft: Capture) -> bool:
-        return self._catalog.leases.is_held(draft.description.service_instance)
+        return self._catalog.leases.is_held(draft.description.service_instance, draft.description.tenant)
 
     def _draft(self, number: int) -> Capture | None:
         """Return the draft of a capture that this batch may change, or None if it had ended before this batch."""

@@ -121,7 +121,7 @@ def _check_not_running(
             "Its request may still be running: its inference service is an older version, which renews no lease. "
             "If it is not running, delete the capture first (residuum rm).",
         )
-    if leases.is_held(service):
+    if leases.is_held(service, existing.tenant):
         raise capture_exists(
             new.capture_id,
             OPEN,

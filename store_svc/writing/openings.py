@@ -49,10 +49,12 @@ class _Opening(NamedTuple):
     name: CaptureName
     description: capture_pb2.CaptureDescription
     if_exists: capture_pb2.IfExists.ValueType
+    holder: str
+    """Whose lease the open renews; see `Leases.renew`."""
 
     def apply(self, batch: Batch) -> capture_pb2.CaptureManifest | None:
         """Open the capture; see `Batch.open`."""
-        return batch.open(self.description, self.if_exists)
+        return batch.open(self.description, self.if_exists, self.holder)
 
 
 class Openings:
@@ -127,7 +129,7 @@ class Openings:
         check_description(description)
         name = name_of(description)
         if not request.check_only:
-            return _Opening(index, name, description, request.if_exists)
+            return _Opening(index, name, description, request.if_exists, caller.holder)
         state = self._catalog.state_of(name)
         if state is not None:
             raise capture_exists(description.capture_id, state)

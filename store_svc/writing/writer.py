@@ -403,6 +403,7 @@ class Writer:
             capture
             for capture in (self._catalog.waiting(Wait.SEAL) if lapsed else ())
             if capture.description.service_instance in lapsed
+            and not self._catalog.leases.is_held(capture.description.service_instance, capture.description.tenant)
         ]
         if captures:
             _log.warning(

@@ -29,7 +29,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -90,6 +90,11 @@ class Caller:
         """The tenant of requests that name none."""
         return DEFAULT_TENANT if self.tenant == ANY_TENANT else self.tenant
 
+    @property
+    def holder(self) -> str:
+        """The tenant on whose account the caller takes places and leases; "*" for one that acts for all tenants."""
+        return ANY_TENANT if self.is_admin else self.tenant
+
     def may(self, right: Right | None) -> bool:
         """Tell whether the caller has a right. Every caller has the right None."""
         return right is None or self.is_admin or right in self.rights
@@ -117,6 +122,15 @@ class Limits:
     """The tenant's running and queued requests in an inference service."""
     max_sae_bytes: int | None = None
     """Bytes of the tenant's encoders of sparse autoencoders that an inference service keeps."""
+    has_neighbours: bool = False
+    """Whether the tokens file names several tenants."""
+
+    def share_of(self, places: int) -> int:
+        """Return how many of the places that all tenants share the tenant may take.
+
+        If there are others it is half, so that no tenant locks the others out on its own.
+        """
+        return max(places // 2, 1) if self.has_neighbours else places
 
 
 def no_limits(_tenant: str) -> Limits:
@@ -134,7 +148,10 @@ class TokenTable:
     def __init__(self, callers: Mapping[bytes, tuple[Caller, datetime.datetime | None]], limits: Mapping[str, Limits]):
         self._key = secrets.token_bytes(32)
         self._callers = {self._blind(digest): entry for digest, entry in callers.items()}
-        self._limits = dict(limits)
+        has_neighbours = len({caller.tenant for caller, _ in callers.values()} - {ANY_TENANT}) > 1
+        self._others = Limits(has_neighbours=has_neighbours)
+        self._limits = {name: replace(item, has_neighbours=has_neighbours) for name, item in limits.items()}
+        self._limits[ANY_TENANT] = Limits()
 
     def __len__(self) -> int:
         return len(self._callers)
@@ -144,8 +161,8 @@ class TokenTable:
         return self._callers.get(self._blind(hashlib.sha256(token.encode()).digest()))
 
     def limits_of(self, tenant: str) -> Limits:
-        """Return a tenant's limits."""
-        return self._limits.get(tenant, Limits())
+        """Return a tenant's limits. "*" has none."""
+        return self._limits.get(tenant, self._others)
 
     def _blind(self, digest: bytes) -> bytes:
         return hmac.digest(self._key, digest, "sha256")

@@ -285,11 +285,11 @@ class StoreServiceServicer:
         A service with open captures calls this several times within the time that OpenCapture answered. When its lease has
         run out, the store waits for rows that are still in flight, and then ends the captures that the service never
         sealed: INCOMPLETE, with INCOMPLETE_REASON_SERVICE_GONE. A restart of the store renews the leases of all services
-        that have open captures.
+        that have open captures. A lease that a tenant's token renews keeps only captures of this tenant open.
 
         Errors:
         * INVALID_ARGUMENT, INVALID_FIELD: the ID is malformed.
-        * RESOURCE_EXHAUSTED, LIMIT_REACHED: too many services hold leases.
+        * RESOURCE_EXHAUSTED, LIMIT_REACHED: too many services hold leases, of all tenants or of the caller's.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -156,11 +156,11 @@ class StoreServiceStub:
     A service with open captures calls this several times within the time that OpenCapture answered. When its lease has
     run out, the store waits for rows that are still in flight, and then ends the captures that the service never
     sealed: INCOMPLETE, with INCOMPLETE_REASON_SERVICE_GONE. A restart of the store renews the leases of all services
-    that have open captures.
+    that have open captures. A lease that a tenant's token renews keeps only captures of this tenant open.
 
     Errors:
     * INVALID_ARGUMENT, INVALID_FIELD: the ID is malformed.
-    * RESOURCE_EXHAUSTED, LIMIT_REACHED: too many services hold leases.
+    * RESOURCE_EXHAUSTED, LIMIT_REACHED: too many services hold leases, of all tenants or of the caller's.
     """
     GetCapture: _grpc.UnaryUnaryMultiCallable[_store_pb2.GetCaptureRequest, _store_pb2.GetCaptureResponse]
     """Returns the manifest of a capture, at once or after waiting for the capture to end.
@@ -421,11 +421,11 @@ class StoreServiceAsyncStub(StoreServiceStub):
     A service with open captures calls this several times within the time that OpenCapture answered. When its lease has
     run out, the store waits for rows that are still in flight, and then ends the captures that the service never
     sealed: INCOMPLETE, with INCOMPLETE_REASON_SERVICE_GONE. A restart of the store renews the leases of all services
-    that have open captures.
+    that have open captures. A lease that a tenant's token renews keeps only captures of this tenant open.
 
     Errors:
     * INVALID_ARGUMENT, INVALID_FIELD: the ID is malformed.
-    * RESOURCE_EXHAUSTED, LIMIT_REACHED: too many services hold leases.
+    * RESOURCE_EXHAUSTED, LIMIT_REACHED: too many services hold leases, of all tenants or of the caller's.
     """
     GetCapture: _aio.UnaryUnaryMultiCallable[_store_pb2.GetCaptureRequest, _store_pb2.GetCaptureResponse]  # type: ignore[assignment]
     """Returns the manifest of a capture, at once or after waiting for the capture to end.
@@ -719,11 +719,11 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
         A service with open captures calls this several times within the time that OpenCapture answered. When its lease has
         run out, the store waits for rows that are still in flight, and then ends the captures that the service never
         sealed: INCOMPLETE, with INCOMPLETE_REASON_SERVICE_GONE. A restart of the store renews the leases of all services
-        that have open captures.
+        that have open captures. A lease that a tenant's token renews keeps only captures of this tenant open.
 
         Errors:
         * INVALID_ARGUMENT, INVALID_FIELD: the ID is malformed.
-        * RESOURCE_EXHAUSTED, LIMIT_REACHED: too many services hold leases.
+        * RESOURCE_EXHAUSTED, LIMIT_REACHED: too many services hold leases, of all tenants or of the caller's.
         """
 
     @_abc_1.abstractmethod
