@@ -71,6 +71,7 @@ class Parts:
             settings.max_registrations,
             max_bytes=settings.max_registration_mib << 20,
             make_id=stores.make_id if stores else make_id,
+            limits_of=limits_of,
         )
         parts = RequestParts.assemble(engine, registry, settings, rules=rules, limits_of=limits_of)
         places = Places(settings.max_requests, limits_of)

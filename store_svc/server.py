@@ -119,7 +119,7 @@ class Store:
         )
         store_id = self._db.write(_store_id)
         self._archive = self._open_archive(store_id)
-        calls = Calls(settings.max_streams, settings.max_writers)
+        calls = Calls(settings.max_streams, settings.max_writers, self._access.limits_of)
         self._shared_memory = self._share_memory()
         self._metrics.registry.register(
             StoreCollector(self._db, self._catalog, self._writer, calls, retention, self._archive)

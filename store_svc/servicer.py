@@ -177,7 +177,7 @@ class StoreServicer:
     ) -> Iterator[store_pb2.AppendChunksResponse]:
         """See store.proto."""
         caller = current_caller()
-        with self.calls.running(), self.calls.writing(), self._writing(caller) as stream:
+        with self.calls.running(), self.calls.writing(caller.holder), self._writing(caller) as stream:
             if context.add_callback(stream.cancel):
                 threading.Thread(target=stream.pump, args=(messages,), name="append", daemon=True).start()
                 for response in stream.responses():
@@ -213,9 +213,10 @@ class StoreServicer:
         self, request: store_pb2.GetCaptureRequest, context: grpc.ServicerContext
     ) -> store_pb2.GetCaptureResponse:
         """See store.proto."""
-        name = resolve_name(current_caller(), request)
+        caller = current_caller()
+        name = resolve_name(caller, request)
         if _seconds(request) > 0:
-            with self.calls.reading():
+            with self.calls.reading(caller.holder):
                 until = time.monotonic() + _seconds(request)
                 self._wait_for_end(name, request, context)
                 if request.wait_for_archive and self._archive is not None:
@@ -276,7 +277,7 @@ class StoreServicer:
         bind_request(request.capture_id)
         name = resolve_name(caller, request)
         yield from self._sent(
-            context, request.shared_memory_key, lambda *calls: self._reader.read(name, request, *calls)
+            context, caller.holder, request.shared_memory_key, lambda *calls: self._reader.read(name, request, *calls)
         )
 
     def read_captures(self, data: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
@@ -286,7 +287,10 @@ class StoreServicer:
         check_many(request)
         names = resolve_names(caller, request)
         yield from self._sent(
-            context, request.shared_memory_key, lambda *calls: self._reader.read_many(names, request, *calls)
+            context,
+            caller.holder,
+            request.shared_memory_key,
+            lambda *calls: self._reader.read_many(names, request, *calls),
         )
 
     def search(self, data: bytes, context: grpc.ServicerContext) -> Iterator[store_pb2.SearchResponse]:
@@ -295,7 +299,7 @@ class StoreServicer:
         request = _parse(store_pb2.SearchRequest, data)
         scope = resolve_scope(caller, request)
         check_search(request)
-        with self.calls.running(), self.calls.reading(), self.calls.searching(caller.own_tenant):
+        with self.calls.running(), self.calls.reading(caller.holder), self.calls.searching(caller.own_tenant):
             yield from self._searcher.search(
                 request, scope, caller.own_tenant, lambda: not context.is_active(), self._metrics.searched_bytes.inc
             )
@@ -303,6 +307,7 @@ class StoreServicer:
     def _sent(
         self,
         context: grpc.ServicerContext,
+        holder: str,
         shared_memory_key: bytes,
         read: Callable[[Callable[[], bool], Callable[[Feed], object], ReadUse | None], Generator[bytes, None, None]],
     ) -> Iterator[bytes]:
@@ -311,7 +316,7 @@ class StoreServicer:
         `read` is called with `is_cancelled`, `feed_seen`, and the use of the shared memory that the caller names.
         """
         memories = self._shared_memory.memories
-        with self.calls.running(), self.calls.reading(), memories.reading(shared_memory_key) as memory:
+        with self.calls.running(), self.calls.reading(holder), memories.reading(shared_memory_key) as memory:
             responses = read(lambda: not context.is_active(), lambda feed: context.add_callback(feed.wake), memory)
             placed = 0
             for response in ahead(responses):

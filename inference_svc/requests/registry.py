@@ -14,6 +14,7 @@ from residuum.rpc.errors import Failure, Reason
 from residuum.wire.ids import make_attempt, make_id
 from residuum.wire.limits import MAX_ID_LENGTH
 from residuum.wire.tokens import tenant_path
+from svc_common.security.tokens_file import Limits, no_limits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -100,6 +101,7 @@ class RequestRegistry:
         clock: Callable[[], float] = time.monotonic,
         max_bytes: int = 64 << 20,
         make_id: Callable[[], str] = make_id,
+        limits_of: Callable[[str], Limits] = no_limits,
     ) -> None:
         """Make an empty registry.
 
@@ -109,13 +111,16 @@ class RequestRegistry:
             clock: Returns monotonic seconds.
             max_bytes: The most bytes that the specs of all waiting registrations may take, serialized.
             make_id: Makes IDs for requests that come without one.
+            limits_of: Returns a tenant's limits.
         """
+        self._limits_of = limits_of
         self.make_id = make_id
         self.time_to_live = time_to_live
         self._max_registrations = max_registrations
         self._clock = clock
         self._max_bytes = max_bytes
-        self._bytes = 0
+        self._counts: Counter[str] = Counter()  # of waiting registrations, by tenant
+        self._bytes: Counter[str] = Counter()  # of their specs
         # Ordered by expiry: every registration lives equally long, and renewing one moves it to the end.
         self._registered: OrderedDict[_Key, Registration] = OrderedDict()
         self._running: dict[_Key, Running] = {}
@@ -154,13 +159,6 @@ class RequestRegistry:
         known = self._registered.get((tenant, spec.request_id))
         if known is None or known.spec != spec:
             self._check_unused((tenant, spec.request_id))
-            if len(self._registered) >= self._max_registrations:
-                raise Failure(
-                    Reason.ERROR_REASON_LIMIT_REACHED,
-                    f"{self._max_registrations} registrations already wait for their Generate, the limit. Use or "
-                    "abort some.",
-                    limit="max_registrations",
-                )
             if spec.num_bytes > self._max_bytes:
                 raise Failure(
                     Reason.ERROR_REASON_LIMIT_REACHED,
@@ -171,18 +169,33 @@ class RequestRegistry:
                     needed=spec.num_bytes,
                     allowed=self._max_bytes,
                 )
-            if self._bytes + spec.num_bytes > self._max_bytes:
-                raise Failure(
-                    Reason.ERROR_REASON_LIMIT_REACHED,
-                    f"The waiting registrations take {self._bytes >> 10} KiB, and this one takes "
-                    f"{spec.num_bytes >> 10} KiB; this server's limit is {self._max_bytes >> 10} KiB. Use or abort "
-                    "some.",
-                    limit="max_registration_mib",
-                )
+            self._check_room(spec, tenant)
         request_id = spec.request_id or made_id or self.make_id()
         self._forget_registration((tenant, request_id))
         self._remember((tenant, request_id), spec)
         return request_id
+
+    def _check_room(self, spec: ResolvedSpec, tenant: str) -> None:
+        """Check that a registration fits beside the others, and the tenant's beside its own into its share."""
+        limits = self._limits_of(tenant)
+        for whose, share_of, count, num_bytes in (
+            ("", int, len(self._registered), self._bytes.total()),
+            (" of your tenant", limits.share_of, self._counts[tenant], self._bytes[tenant]),
+        ):
+            most, room = share_of(self._max_registrations), share_of(self._max_bytes)
+            if count >= most:
+                raise Failure(
+                    Reason.ERROR_REASON_LIMIT_REACHED,
+                    f"{most} registrations{whose} already wait for their Generate, the limit. Use or abort some.",
+                    limit="max_registrations",
+                )
+            if num_bytes + spec.num_bytes > room and num_bytes:
+                raise Failure(
+                    Reason.ERROR_REASON_LIMIT_REACHED,
+                    f"The waiting registrations{whose} take {num_bytes >> 10} KiB, and this one takes "
+                    f"{spec.num_bytes >> 10} KiB; the limit is {room >> 10} KiB. Use or abort some.",
+                    limit="max_registration_mib",
+                )
 
     def start_registered(self, request_id: str, tenant: str = "") -> Running:
         """Start a registered request, which uses up its registration.
@@ -281,13 +294,15 @@ class RequestRegistry:
 
     def _remember(self, key: _Key, spec: ResolvedSpec) -> None:
         self._registered[key] = Registration(spec, self._clock() + self.time_to_live)
-        self._bytes += spec.num_bytes
+        self._counts[key[0]] += 1
+        self._bytes[key[0]] += spec.num_bytes
         self._lease(key[0], spec)
 
     def _forget_registration(self, key: _Key) -> Registration | None:
         registration = self._registered.pop(key, None)
         if registration is not None:
-            self._bytes -= registration.spec.num_bytes
+            self._counts -= Counter([key[0]])
+            self._bytes -= Counter({key[0]: registration.spec.num_bytes})
             self._end_lease(key[0], registration.spec)
         return registration
 

@@ -89,6 +89,8 @@ class Holdings:
         """Internal numbers, ascending, which is the order in which the captures were opened."""
         self.num_bytes = 0
         """Bytes of all chunks in the database. Those that are only in the archive do not count."""
+        self.open_bytes = 0
+        """Estimated memory that the state of open captures takes, in bytes."""
         self.states: Counter[capture_pb2.CaptureState.ValueType] = Counter()
         """Number of captures in each state."""
 
@@ -115,8 +117,6 @@ class Catalog:
         """The limits that the writer enforces."""
         self.leases = leases or Leases()
         """The leases of the inference services."""
-        self.open_bytes = 0
-        """Estimated memory that the state of open captures takes, in bytes."""
         self._lock = threading.Lock()
         self._numbers: dict[CaptureName, int] = {}
         self._all = Holdings()
@@ -147,6 +147,11 @@ class Catalog:
     def num_bytes(self) -> int:
         """Bytes of the chunks of all captures."""
         return self._all.num_bytes
+
+    @property
+    def open_bytes(self) -> int:
+        """Estimated memory that the state of open captures takes, in bytes."""
+        return self._all.open_bytes
 
     def holdings(self, tenant: str | None = None) -> Holdings:
         """Return the captures and totals of one tenant, or of all tenants if it is None."""
@@ -256,7 +261,7 @@ class Catalog:
             self._insert(name_of(capture.description), capture.number)
             self._feeds[capture.number] = Feed(capture, keys)
             self._count(capture.description.tenant, {capture.state: 1}, capture.num_bytes)
-        self.open_bytes += self._open_bytes_by_number.setdefault(capture.number, capture.memory_bytes)
+        self._note_open_bytes(capture.number, capture.description.tenant, capture.memory_bytes)
         self._note_progress(capture)
 
     def open_ended(self, number: int, summary: store_pb2.CaptureSummary) -> None:
@@ -271,10 +276,7 @@ class Catalog:
         feed = self._feeds[capture.number]
         before = feed.capture
         added = capture.num_bytes - before.num_bytes
-        before_bytes = self._open_bytes_by_number.pop(capture.number, 0)
-        if not capture.ended:
-            self._open_bytes_by_number[capture.number] = capture.memory_bytes
-        self.open_bytes += self._open_bytes_by_number.get(capture.number, 0) - before_bytes
+        self._note_open_bytes(capture.number, capture.description.tenant, 0 if capture.ended else capture.memory_bytes)
         feed.publish(capture, keys)
         self._note_progress(capture)
         if not capture.ended:
@@ -314,8 +316,8 @@ class Catalog:
             known = feed.capture if feed else ended
             assert known is not None  # noqa: S101 - every number belongs to a feed or an ended capture
             self._count(name.tenant, {known.state: -1}, -local_bytes(known))
+            self._note_open_bytes(number, name.tenant, 0)
             self._remove(name, number)
-        self.open_bytes -= self._open_bytes_by_number.pop(number, 0)
         if feed:
             feed.delete()
             self._waiting[feed.capture.wait].pop(number)
@@ -376,6 +378,13 @@ class Catalog:
             feeds = list(self._feeds.values())
         for feed in feeds:
             feed.wake()
+
+    def _note_open_bytes(self, number: int, tenant: str, num_bytes: int) -> None:
+        added = num_bytes - self._open_bytes_by_number.pop(number, 0)
+        if num_bytes:
+            self._open_bytes_by_number[number] = num_bytes
+        for holdings in (self._all, self._tenants[tenant]):
+            holdings.open_bytes += added
 
     def _note_progress(self, capture: Capture) -> None:
         """Keep `_waiting` in order of progress, in constant time."""

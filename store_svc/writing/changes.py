@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -85,7 +86,7 @@ class Batch:
         self._claims_archive = False
         self._drafts: dict[int, Capture] = {}
         self._keys: dict[int, list[bytes]] = {}
-        self._growth = 0  # bytes by which the state of open captures grows
+        self._growth: Counter[str] = Counter()  # bytes by which the state of a tenant's open captures grows
         self._ended_manifests: dict[int, capture_pb2.CaptureManifest] = {}
         self._ended_ledgers: dict[int, Ledger] = {}
 
@@ -135,13 +136,13 @@ class Batch:
             )
         if self._why_full:
             raise store_full(self._why_full, description.capture_id)
-        self._check_catalog(num_replaced=0 if replaced is None else 1)
+        self._check_catalog(name.tenant, num_replaced=0 if replaced is None else 1)
         self._quotas.open(description.tenant, replaced)
         if replaced is not None:
             self.delete(name)
         number = take_number(self._txn)
         capture = Capture(number, description, self._clock.wall, self._clock.monotonic)
-        self._growth += capture.memory_bytes
+        self._growth[description.tenant] += capture.memory_bytes
         self._numbers[name] = number
         self._opened[number] = holder
         self._drafts[number] = capture
@@ -175,7 +176,7 @@ class Batch:
         before = draft.memory_bytes
         groups = draft.ledger.fresh(cells)
         if groups:
-            self._check_memory()
+            self._check_memory(name.tenant)
             self._quotas.check_room(name.tenant, frame_bytes(frame))
         if list(groups.values()) == [list(cells.layers)] and cells.positions in groups:
             self._put_frame(draft, frame, cells)
@@ -184,7 +185,7 @@ class Batch:
             for positions, layers in groups.items():
                 self._put_part(draft, chunk, cells._replace(layers=layers, positions=positions))
         if groups:
-            self._growth += draft.memory_bytes - before
+            self._growth[name.tenant] += draft.memory_bytes - before
             self._advance(draft)
         return bool(groups)
 
@@ -198,11 +199,11 @@ class Batch:
         if draft is None or draft.ended:
             return
         check_loss(loss, draft.description)
-        self._check_memory()
+        self._check_memory(name.tenant)
         before, key = draft.memory_bytes, pack_loss(draft.number, draft.num_losses)
         if draft.lose(loss, self._clock.monotonic):
             self._txn.put(Table.LOSSES, key, loss.SerializeToString())
-        self._growth += draft.memory_bytes - before
+        self._growth[name.tenant] += draft.memory_bytes - before
         self._advance(draft)
 
     def seal(self, name: CaptureName, seal: store_pb2.SealCaptureRequest) -> None:
@@ -381,7 +382,7 @@ class Batch:
             self._catalog.is_archive_claimed = True
         return list(self._drafts.values())
 
-    def _check_catalog(self, num_replaced: int) -> None:
+    def _check_catalog(self, tenant: str, num_replaced: int) -> None:
         limit = self._catalog.limits.max_captures
         if self._catalog.num_captures + len(self._opened) - len(self._deleted) - num_replaced >= limit:
             message = (
@@ -389,16 +390,19 @@ class Batch:
                 "expire (--retain-hours)."
             )
             raise Failure(Reason.ERROR_REASON_LIMIT_REACHED, message, limit="max_captures")
-        self._check_memory()
+        self._check_memory(tenant)
 
-    def _check_memory(self) -> None:
+    def _check_memory(self, tenant: str) -> None:
         limit = self._catalog.limits.max_open_bytes
-        if self._catalog.open_bytes + self._growth >= limit:
-            message = (
-                f"The open captures take all {limit >> 20} MiB that the store has for them (--max-open-mib). Wait "
-                "until some have ended."
-            )
-            raise Failure(Reason.ERROR_REASON_LIMIT_REACHED, message, limit="max_open_mib")
+        share = self._quotas.limits_of(tenant).share_of(limit)
+        if self._catalog.open_bytes + self._growth.total() >= limit:
+            whose = f"The open captures take all {limit >> 20} MiB"
+        elif self._catalog.holdings(tenant).open_bytes + self._growth[tenant] >= share:
+            whose = f"The open captures of your tenant take its share, {share >> 20} of {limit >> 20} MiB,"
+        else:
+            return
+        message = f"{whose} that the store has for them (--max-open-mib). Wait until some have ended."
+        raise Failure(Reason.ERROR_REASON_LIMIT_REACHED, message, limit="max_open_mib")
 
     def _number(self, name: CaptureName) -> int | None:
         if name in self._numbers:

@@ -176,7 +176,7 @@ class Openings:
         """
         feed = self._catalog.feed_named(opening.name)
         if opening.if_exists == capture_pb2.IF_EXISTS_SKIP and feed is not None and feed.capture.wait is Wait.ROWS:
-            with self._calls.reading():
+            with self._calls.reading(opening.holder):
                 wait_for_feed(self._catalog, feed, _ROWS_SECONDS, context)
 
 

@@ -42,7 +42,7 @@ class Quotas:
         Raises:
             Failure: QUOTA_EXCEEDED if the tenant has reached its limit of open captures or of bytes.
         """
-        limits = self._of(tenant)
+        limits = self.limits_of(tenant)
         freed = replaced or Replaced(0, was_open=False)
         count = self._catalog.holdings(tenant).num_open + self._open[tenant] - freed.was_open
         if limits.max_open_captures is not None and count >= limits.max_open_captures:
@@ -65,7 +65,7 @@ class Quotas:
         Raises:
             Failure: QUOTA_EXCEEDED if it may not.
         """
-        allowed = self._of(tenant).max_bytes
+        allowed = self.limits_of(tenant).max_bytes
         if allowed is None:
             return
         present = self._catalog.holdings(tenant).num_bytes + self._bytes[tenant]
@@ -86,7 +86,8 @@ class Quotas:
         self._bytes[tenant] -= num_bytes
         self._open[tenant] -= was_open
 
-    def _of(self, tenant: str) -> Limits:
+    def limits_of(self, tenant: str) -> Limits:
+        """Return the limits of a tenant, which do not change within the transaction."""
         if tenant not in self._limits:
             self._limits[tenant] = self._limits_of(tenant)
         return self._limits[tenant]
