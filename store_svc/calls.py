@@ -80,26 +80,26 @@ class Calls:
         return self._occupy(self._writers, holder)
 
     @contextmanager
-    def searching(self, tenant: str) -> Iterator[None]:
-        """Count a tenant's call as a search for as long as the context lasts.
+    def searching(self, holder: str) -> Iterator[None]:
+        """Count a caller's call as a search for as long as the context lasts. `holder`: `Caller.holder`.
 
-        A tenant runs one search at a time, so that it leaves room for the others. Without tenants (""), all may be one
+        A tenant runs one search at a time, so that it leaves room for the others. Without tenants ("*"), all may be one
         caller's.
 
         Raises:
             Failure: LIMIT_REACHED, when the context is entered.
         """
         with self._condition:
-            if tenant in self._searchers:
+            if holder in self._searchers:
                 message = "A search of this tenant is running. Try again when it has ended."
                 raise Failure(Reason.ERROR_REASON_LIMIT_REACHED, message, limit="searches")
-            if tenant:
-                self._searchers.add(tenant)
+            if holder != ANY_TENANT:
+                self._searchers.add(holder)
         try:
             with self._occupy(self._searches, ANY_TENANT):
                 yield
         finally:
-            self._searchers.discard(tenant)
+            self._searchers.discard(holder)
 
     @property
     def num_reading(self) -> int:

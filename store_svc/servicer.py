@@ -299,7 +299,7 @@ class StoreServicer:
         request = _parse(store_pb2.SearchRequest, data)
         scope = resolve_scope(caller, request)
         check_search(request)
-        with self.calls.running(), self.calls.reading(caller.holder), self.calls.searching(caller.own_tenant):
+        with self.calls.running(), self.calls.reading(caller.holder), self.calls.searching(caller.holder):
             yield from self._searcher.search(
                 request, scope, caller.own_tenant, lambda: not context.is_active(), self._metrics.searched_bytes.inc
             )

@@ -7,6 +7,7 @@ import uuid
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 
 import grpc
+import numpy as np
 import pytest
 
 from inference_svc.requests.registry import RequestRegistry
@@ -15,12 +16,13 @@ from residuum.rpc.credentials import Credentials
 from residuum.rpc.errors import Failure, Reason, failure_from_rpc_error
 from residuum.v1 import capture_pb2, inference_pb2, steering_pb2, store_pb2
 from residuum.wire.rows.frames import append_prefix
+from store_svc.searching.search import Searcher
 from svc_common.security.tokens_file import Limits
 from tests.inference.service_support import failure_of, running_service
 from tests.inference.spec_support import spec_of
 from tests.security.callers import LAYERS, Caller
 from tests.security.test_inference_tenants import Tenant
-from tests.store.support import make_chunk
+from tests.store.support import failing_with, make_chunk
 
 LIMIT = Reason.ERROR_REASON_LIMIT_REACHED
 
@@ -110,6 +112,30 @@ def test_reads(callers):
         assert "of your tenant" in outcomes[-1].message
         outcomes = [stack.enter_context(following(bob, "a")) for _ in range(2)]
         assert reasons(outcomes) == [None, None]
+
+
+def test_searches_of_the_default_tenant(callers, monkeypatch):
+    """With tokens, it is a tenant like others: one search at a time."""
+    begun, over = threading.Semaphore(0), threading.Event()
+
+    def search(*_):
+        begun.release()
+        over.wait(30)
+        yield store_pb2.SearchResponse(is_last=True)
+
+    monkeypatch.setattr(Searcher, "search", search)
+    caller = callers()
+    default, bob = caller(""), caller("bob")
+    request = store_pb2.SearchRequest(vector=np.ones(4, "<f4").tobytes(), max_hits=1)
+    running = [default.stub.Search(request, timeout=30)]
+    assert begun.acquire(timeout=20)
+    with failing_with(LIMIT):
+        list(default.stub.Search(request, timeout=10))
+    running.append(bob.stub.Search(request, timeout=30))
+    assert begun.acquire(timeout=20)
+    over.set()
+    for call in running:
+        assert list(call)[-1].is_last
 
 
 def fill(caller, tenant=""):

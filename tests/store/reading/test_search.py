@@ -435,11 +435,11 @@ def test_a_tenant_runs_one_search_and_leaves_room_for_others():
         with calls.searching("b"), pytest.raises(Failure, match="its limit") as common, calls.searching("c"):
             pass
         assert own.value.metadata == common.value.metadata == {"limit": "searches"}
-        with calls.searching(""):
+        with calls.searching("*"):
             pass
     with calls.searching("a"), calls.searching("b"):
         pass
-    with calls.searching(""), calls.searching(""):
+    with calls.searching("*"), calls.searching("*"):
         pass
 
 
