@@ -59,7 +59,9 @@ class Client(GenerationClient):
             RESIDUUM_CLIENT_CERT, RESIDUUM_CLIENT_KEY, RESIDUUM_TLS_SERVER_NAME, or RESIDUUM_TLS=1 for public CAs.
         insecure: Allow sending a token to another machine in plain text. Default: RESIDUUM_INSECURE, or False.
         tenant: The tenant whose captures are read, listed and deleted. It requires an admin's token. Default: the
-            token's own tenant; an admin's lists and filters then have the captures of all tenants.
+            token's own tenant; an admin's lists and filters then have the captures of all tenants. Requests always run
+            for the token's own tenant, so do not capture with a client of another one: it would not find the captures,
+            and could read another one of the same ID.
         shared_memory: Whether rows of a store on the same machine may pass through shared memory, which is faster. The
             client detects whether that works; see `shared_memory_problems`. RESIDUUM_SHARED_MEMORY=off switches it off
             for all clients.
