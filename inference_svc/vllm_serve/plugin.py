@@ -24,7 +24,7 @@ _FRONT = "_residuum"
 _GENERATE = ("self", "prompt", "sampling_params", "request_id")
 """The first parameters that `AsyncLLM.generate` must have."""
 
-_USED = ("abort", "collective_rpc", "errored", "generate", "shutdown")
+_USED = ("abort", "collective_rpc", "errored", "generate", "get_supported_tasks", "shutdown")
 """The attributes of AsyncLLM that the front end uses."""
 
 _state: dict[str, str | None] = {"problem": "vLLM has not loaded the plugin"}

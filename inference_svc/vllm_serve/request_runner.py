@@ -98,6 +98,7 @@ class RequestRunner:
         """
         with as_http_errors():
             await self._wait_for_startup()
+            await self._check_with_vllm(admitted, options)
             running = self._registry.start_inline(admitted.spec)
             received, sampling = admitted.received, admitted.received.sampling
             replies = await self._reader()
@@ -158,6 +159,25 @@ class RequestRunner:
             finally:
                 self._registry.finish(running, has_begun=session.has_begun)
 
+    async def _check_with_vllm(self, admitted: AdmittedRequest, options: Mapping[str, Any]) -> None:
+        """Let vLLM check a request that captures as `generate` does, but before its capture is opened.
+
+        Otherwise a refused request would use up its ID, or replace a capture by an empty one.
+
+        Raises:
+            VLLMValidationError: vLLM refuses the request.
+        """
+        if admitted.spec.capture is None:
+            return
+        received, tasks = admitted.received, await self._llm.get_supported_tasks()
+        self._llm.input_processor.process_inputs(
+            received.request_id,
+            received.prompt,
+            _own_copy(received.sampling),
+            tasks,
+            lora_request=options.get("lora_request"),
+        )
+
     def _rules(
         self, running: Running, admitted: AdmittedRequest, changes: SteeringChanges | None, replies: ReplyReader
     ) -> list[SequenceRules]:
@@ -184,10 +204,7 @@ class RequestRunner:
     ) -> AsyncGenerator[Any]:
         """Generate one sequence."""
         received = admitted.received
-        # A shallow copy: vLLM makes a deep one, but only after it has changed the structured outputs. The capture's
-        # digest of the sampling may be made later.
-        sampling, prompt_tokens = copy(received.sampling), len(admitted.token_ids)
-        sampling.structured_outputs = copy(sampling.structured_outputs)
+        sampling, prompt_tokens = _own_copy(received.sampling), len(admitted.token_ids)
         spare_positions = count_spare_positions(admitted.parameters, running.spec.probes)
         region = scores[index].region if scores else None
         plan = make_plan(running, index, prompt_tokens, rows, spare_positions, region)
@@ -219,6 +236,17 @@ class RequestRunner:
         if isinstance(error, EngineDeadError) or self._engine.is_dead:
             return engine_dead_failure()
         return error
+
+
+def _own_copy(sampling: Any) -> Any:
+    """Return a copy of sampling parameters that vLLM may change.
+
+    It is a shallow one: vLLM makes a deep one, but only after it has changed the structured outputs. The capture's
+    digest of the sampling may be made later.
+    """
+    own = copy(sampling)
+    own.structured_outputs = copy(own.structured_outputs)
+    return own
 
 
 def _stops(sampling: Any, replies: ReplyReader) -> Stops:

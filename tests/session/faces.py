@@ -198,6 +198,8 @@ class OpenAIFace(Face):
         llm = SimpleNamespace(
             errored=False,
             get_tokenizer=tokenizer,
+            get_supported_tasks=_nothing,
+            input_processor=SimpleNamespace(process_inputs=lambda *arguments, **options: None),
             vllm_config=SimpleNamespace(
                 model_config=model,
                 parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1),

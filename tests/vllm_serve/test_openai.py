@@ -539,6 +539,29 @@ def test_an_id_that_was_used_is_a_bad_request(api: openai.OpenAI, captures: resi
     assert np.array_equal(captures.activations("once").stack(), rows)
 
 
+REFUSED_BY_VLLM = {
+    "logprobs": {"logprobs": 50},
+    "regex": {"structured_outputs": {"regex": "(["}},
+    "token": {"prompt": [5, 1_000_000]},
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_BY_VLLM)
+def test_a_request_that_vllm_refuses_makes_and_replaces_no_capture(
+    api: openai.OpenAI, captures: residuum.Client, case: str
+) -> None:
+    def ask(if_exists: str, **body: object) -> None:
+        asked = asking(ALL, request_id=f"kept-{case}", if_exists=if_exists)
+        api.completions.create(model=MODEL, prompt=PROMPT, max_tokens=2, extra_body={**asked, **body})
+
+    with pytest.raises(openai.BadRequestError):
+        ask("fail", **REFUSED_BY_VLLM[case])
+    ask("fail")
+    with pytest.raises(openai.BadRequestError):
+        ask("replace", **REFUSED_BY_VLLM[case])
+    assert captures.manifest(f"kept-{case}", wait=30).state == "complete"
+
+
 def test_plans_from_callers_do_not_reach_the_worker(server: Server, api: openai.OpenAI) -> None:
     """A worker trusts plans. An invalid plan from a caller would kill it and its engine."""
     api.completions.create(

@@ -127,7 +127,7 @@ async def test_without_the_tapped_worker_other_requests_pass(untapped, extra_arg
 class Other:
     """A vLLM with another name for something."""
 
-    abort = collective_rpc = errored = shutdown = None
+    abort = collective_rpc = errored = get_supported_tasks = shutdown = None
 
     def generate(self, prompt, sampling_params, request_id):
         """Accept vLLM's parameters."""
