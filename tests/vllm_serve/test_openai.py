@@ -632,7 +632,7 @@ def test_an_engine_that_dies_leaves_the_capture_incomplete(
     manifest = captures.manifest("orphan", wait=120)
     assert manifest.state == "incomplete"
     assert manifest.reason == "ENGINE_DIED"
-    server.process.wait(120)
+    assert server.process.wait(120) == 1, "a supervisor starts it again"
     left = [path.name for path in server.log.parent.iterdir() if path.name.startswith("residuum-")]
     assert not left
 

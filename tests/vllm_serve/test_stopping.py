@@ -26,6 +26,8 @@ from tests.inference.spec_support import spec_of
 class Engine:
     """An engine whose `shutdown` waits for its requests, as vLLM's does with --shutdown-timeout."""
 
+    errored = False
+
     def __init__(self, vllm_config):
         self.stopping = threading.Event()
         self.drained = threading.Event()
