@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from inference_svc import mp_main
 from inference_svc.logs import configure_service_logs
-from svc_common.early_end import end_at_sigterm
+from svc_common.early_end import end_at_sigterm, end_with_starter
 from svc_common.logs import get_logger, quiet_grpc
 from svc_common.memory import importing
 
@@ -23,6 +23,7 @@ _PROGRAM = "python -m inference_svc"
 def main() -> None:
     """Read the settings and serve until a signal stops the service. The exit code is 1 if the service failed."""
     end_at_sigterm()
+    end_with_starter()
     quiet_grpc()
     from inference_svc.settings import InferenceSettings  # they import grpc
     from svc_common.settings import load_settings, log_unknown_variables

@@ -2,7 +2,7 @@
 
 import sys
 
-from svc_common.early_end import end_at_sigterm
+from svc_common.early_end import end_at_sigterm, end_with_starter
 from svc_common.logs import quiet_grpc
 
 if __name__ == "__main__":
@@ -15,5 +15,6 @@ if __name__ == "__main__":
         arguments = arguments[1:]
     else:
         end_at_sigterm()
+        end_with_starter()
         from store_svc.server import main
     sys.exit(main(arguments))

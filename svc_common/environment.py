@@ -38,8 +38,8 @@ SETTINGS = _names("""
 OTHERS = (
     # clients, in Python and in examples/languages
     _names("CLIENT_CERT CLIENT_KEY ENDPOINT TLS TLS_CA TLS_SERVER_NAME TOKEN TOKEN_FILE")
-    # the services: their configuration file, and an inference service's settings for its workers
-    | _names("CONFIG WORKER_SETTINGS")
+    # the services: their configuration file, what started them, and an inference service's settings for its workers
+    | _names("CONFIG STARTER_PID WORKER_SETTINGS")
     # compose.yaml and deploy/, which insert them into what they start
     | _names("""
         BIND BIND_INSECURE FIGURES_KEPT GPUS GPU_KV_CACHE_GIB GPU_MEMORY GPU_MODEL GPU_PORT GPU_RING_MIB GPU_SHIPPERS

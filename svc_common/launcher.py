@@ -1,4 +1,4 @@
-"""Starts both services as processes on free ports, and always stops them."""
+"""Starts both services as processes on free ports, and always stops them. If this process is killed, they end, too."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from svc_common.early_end import STARTER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -217,6 +219,7 @@ def launch_module(module: str, arguments: Sequence[str], cwd: Path, log: Path) -
         return subprocess.Popen(
             [sys.executable, *safe, "-m", module, *arguments],
             cwd=cwd,
+            env={**os.environ, STARTER: str(os.getpid())},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

@@ -21,7 +21,7 @@ import pytest
 import residuum
 from residuum.cli import main
 from residuum.cli.services import serve as command
-from svc_common import serve_command
+from svc_common import early_end, serve_command
 from svc_common.launcher import Service, ServiceFailedError, is_free, running_services, start_inference, terminable
 
 pytestmark = pytest.mark.slow  # it starts many processes
@@ -114,6 +114,47 @@ def test_a_closed_terminal_ends_both_services_in_order(tmp_path):
         stop(process, signal.SIGHUP)  # and from the shell
     assert all(is_free(int(endpoint.rpartition(":")[2])) for endpoint in (store, inference))
     assert '"event": "stopped"' in (tmp_path / "residuum-data/store.log").read_text()
+
+
+@pytest.mark.parametrize("model", ["peer", "never"])
+def test_both_services_end_if_the_command_is_killed(tmp_path, model):
+    with started(tmp_path, "--model", model) as process:
+        while "loading the model ... 0 s" not in process.stderr.readline():
+            assert process.poll() is None
+        if model == "peer":
+            endpoints(process)
+        services = psutil.Process(process.pid).children()
+        assert len(services) == 2
+        process.kill()
+        try:
+            psutil.wait_procs(services, timeout=60)
+            assert [service for service in services if service.is_running()] == []
+        finally:
+            for service in services:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    service.kill()
+    assert '"event": "stopped"' in (tmp_path / "residuum-data/store.log").read_text()
+
+
+def test_a_service_that_is_started_without_the_launcher_outlives_its_starter(tmp_path):
+    starter = "import subprocess, sys; print(subprocess.Popen([sys.executable, *sys.argv[1:]], stdout=2).pid)"
+    words = ["-m", "store_svc", "--path", "data", "--listen=127.0.0.1:0", "--port-file", "port"]
+    path = os.pathsep.join([str(ROOT), str(ROOT / "client")])
+    with (tmp_path / "log").open("w") as log:
+        made = subprocess.run(
+            [sys.executable, "-c", starter, *words], cwd=tmp_path, env={**os.environ, "PYTHONPATH": path},
+            stdout=subprocess.PIPE, stderr=log, text=True, check=True,
+        )  # fmt: skip
+    store = psutil.Process(int(made.stdout))
+    try:
+        while not (tmp_path / "port").exists():
+            assert store.is_running()
+            time.sleep(0.05)
+        time.sleep(2 * early_end._POLL_SECONDS)
+        assert store.is_running()
+    finally:
+        store.terminate()
+        store.wait(60)
 
 
 def test_under_nohup_a_closed_terminal_ends_nothing():

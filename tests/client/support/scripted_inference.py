@@ -6,6 +6,7 @@ import argparse
 import signal
 from pathlib import Path
 
+from svc_common.early_end import end_with_starter
 from tests.client.support.peer import RunningPeer
 
 NEVER = "never"
@@ -21,6 +22,7 @@ def main() -> None:
     options = parser.parse_args()
     told = {signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, told)
+    end_with_starter()
     if options.model == NEVER:
         signal.sigwait(told)
         return
