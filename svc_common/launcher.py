@@ -33,6 +33,9 @@ ROOT = Path(__file__).resolve().parent.parent
 LOOPBACK = "127.0.0.1"
 """The host that services listen on unless a caller chooses another one."""
 
+NO_FILE = ("--config=",)
+"""For the store: a settings file is the inference service's, also that of RESIDUUM_CONFIG."""
+
 OWN_GROUP: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"start_new_session": True}
 """Arguments of `subprocess.Popen` that start a process in its own process group. One signal reaches the process and all
 its children, and Ctrl-C on the terminal does not reach them.

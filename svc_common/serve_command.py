@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from residuum.rpc.extras import install_server
 from svc_common import services_of_actor
-from svc_common.launcher import LOOPBACK, ServiceFailedError, is_free, running_services
+from svc_common.launcher import LOOPBACK, NO_FILE, ServiceFailedError, is_free, running_services
 from svc_common.settings import BadSettingsError, read_settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from svc_common.launcher import Service
+    from svc_common.services_of_actor import ServicesPlan
 
 DEFAULT_DATA = Path("residuum-data")
 """The default folder of captures and logs, relative to the current folder."""
@@ -33,8 +34,6 @@ USUAL_PORTS = (50052, 50051)
 _OURS = ("--listen", "--port-file", "--store")
 _INFERENCE = "inference_svc"
 _INFERENCE_SETTINGS = "inference_svc.settings:InferenceSettings"
-_NO_FILE = ("--config=",)
-"""For the store: a settings file is the inference service's, also that of RESIDUUM_CONFIG."""
 _NEEDED = ("lmdb", "vllm")
 _POLL_SECONDS = 0.2
 _PLAIN_SECONDS = 15
@@ -88,7 +87,7 @@ def serving(
             model,
             ports=ports,
             inference_arguments=flags,
-            store_arguments=_NO_FILE,
+            store_arguments=NO_FILE,
             inference_module=_INFERENCE,
             cwd=Path.cwd(),
             folder=Path(scratch) if temporary else (data or DEFAULT_DATA).expanduser().absolute(),
@@ -131,11 +130,16 @@ def main(*, model: str, data: Path | None, temporary: bool, flags: Sequence[str]
 
 def serve_for_actor() -> int:
     """Run the services of a Ray actor, which is at the other end of stdin and stdout; return the exit code."""
-    return services_of_actor.main(_check_can_serve)
+    return services_of_actor.main(_check_plan)
 
 
 def _tell(text: str) -> None:
     print(text, file=sys.stderr, flush=True)  # noqa: T201 - a command prints
+
+
+def _check_plan(plan: ServicesPlan) -> None:
+    _check_can_serve(plan.flags, needs_store=not plan.store)
+    _checked_settings(plan.model, plan.flags)
 
 
 def _checked_settings(model: str, flags: Sequence[str]) -> Any:
@@ -149,9 +153,9 @@ def _checked_settings(model: str, flags: Sequence[str]) -> Any:
         raise WrongCommandLineError(str(error).strip()) from None
     if read.tls_cert is not None:  # otherwise its health is asked for in plain text, for ever
         raise WrongCommandLineError(
-            "the services are open to this machine only, and without TLS. Leave out --tls-cert, --tls-key and "
-            "--tls-client-ca, also as RESIDUUM_ variables and in a settings file. To serve with TLS, start the "
-            "services separately: python -m store_svc, python -m inference_svc"
+            "these services are without TLS. Leave out --tls-cert, --tls-key and --tls-client-ca, also as RESIDUUM_ "
+            "variables and in a settings file. To serve with TLS, start the services separately: "
+            "python -m store_svc, python -m inference_svc"
         )
     return read
 

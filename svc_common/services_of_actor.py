@@ -14,13 +14,13 @@ import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from residuum.wire.tokens import token_hash
-from svc_common.launcher import ServiceFailedError, start_inference, start_store, stop_all, terminable
+from svc_common.launcher import NO_FILE, ServiceFailedError, start_inference, start_store, stop_all, terminable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
     from svc_common.launcher import Service
 
@@ -47,24 +47,18 @@ class ServicesPlan:
     """Further flags of the inference service."""
 
 
-class CheckCanServe(Protocol):
-    """Checks that this Python can run the services."""
+def main(check: Callable[[ServicesPlan], None]) -> int:
+    """Serve until the actor stops the services or dies. Return the exit code.
 
-    def __call__(self, flags: Sequence[str], *, needs_store: bool) -> None:
-        """Check it.
-
-        Raises:
-            ServiceFailedError: It cannot, or a flag cannot be chosen.
-        """
-
-
-def main(check_can_serve: CheckCanServe) -> int:
-    """Serve until the actor stops the services or dies. Return the exit code."""
+    Args:
+        check: Raises `ServiceFailedError` if this Python cannot run what the actor wants.
+    """
     actor = _Actor()
     plan = actor.plan()
     try:
         with terminable(), tempfile.TemporaryDirectory(prefix="residuum-", ignore_cleanup_errors=True) as folder:
-            check_can_serve(plan.flags, needs_store=not plan.store)
+            _check_model(plan.model)
+            check(plan)
             _serve(plan, Path(folder), actor)
     except (KeyboardInterrupt, _ActorEndedError):
         return 0
@@ -74,12 +68,15 @@ def main(check_can_serve: CheckCanServe) -> int:
     return 0
 
 
-def _serve(plan: ServicesPlan, folder: Path, actor: _Actor) -> None:
-    if Path(plan.model).is_absolute() and not Path(plan.model).exists():
+def _check_model(model: str) -> None:
+    if Path(model).is_absolute() and not Path(model).exists():
         raise ServiceFailedError(
-            f"the model folder {plan.model} does not exist. Copy the model to all nodes, or use a disk that all nodes "
-            "have, or its name on the Hugging Face hub."
+            f"the model folder {model} does not exist. Copy the model to all nodes, or use a disk that all nodes have, "
+            "or its name on the Hugging Face hub."
         )
+
+
+def _serve(plan: ServicesPlan, folder: Path, actor: _Actor) -> None:
     started: list[Service] = []
     try:
         for service in _start(plan, folder):
@@ -109,7 +106,7 @@ def _start(plan: ServicesPlan, folder: Path) -> Iterator[Service]:
     guarded = [f"--tokens={tokens}", "--insecure"]
     stores = plan.store
     if not stores:
-        store = start_store(folder, guarded, host=plan.host)
+        store = start_store(folder, [*guarded, *NO_FILE], host=plan.host)
         yield store
         stores = store.endpoint
     flags = [*guarded, f"--store-token-file={token}", _GRACE, *plan.flags]

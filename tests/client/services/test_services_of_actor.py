@@ -121,9 +121,26 @@ def test_a_service_that_dies_ends_the_other(tmp_path, victim):
         ({"model": "/no/model"}, "the model folder /no/model does not exist"),
         ({"flags": ["--listen=0.0.0.0:1"]}, "sets --listen itself"),
         ({"flags": ["--no-such-flag"]}, "--no-such-flag"),
+        ({"flags": ["--tls-cert=cert.pem", "--tls-key=cert.key"]}, "Leave out --tls-cert"),
     ],
 )
 def test_what_cannot_start(tmp_path, plan, why):
     with started(tmp_path / "scratch", **plan) as process:
         assert why in answer_of(process)["failed"]
         assert process.wait(30) == 1
+
+
+def test_tls_of_the_nodes_environment_is_refused_because_the_actor_would_wait_for_ever(tmp_path, monkeypatch):
+    for name in ("cert", "key"):
+        monkeypatch.setenv(f"RESIDUUM_TLS_{name.upper()}", f"{name}.pem")
+    with started(tmp_path / "scratch") as process:
+        assert "without TLS" in answer_of(process)["failed"]
+        assert process.wait(30) == 1
+
+
+def test_the_settings_file_of_the_nodes_environment_is_not_the_stores(tmp_path, monkeypatch):
+    (tmp_path / "inference.toml").write_text("max-num-seqs = 32")
+    monkeypatch.setenv("RESIDUUM_CONFIG", str(tmp_path / "inference.toml"))
+    with started(tmp_path / "scratch") as process:
+        assert answer_of(process)["inference"]
+        process.stdin.close()
