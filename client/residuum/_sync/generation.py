@@ -16,6 +16,7 @@ from residuum._sync.tokens import accept
 from residuum._sync.uploads import UploadClient
 from residuum.protocol import older_servers
 from residuum.protocol.captures.reading import Reading, plan_read
+from residuum.protocol.deadlines import call_seconds
 from residuum.protocol.generation import vector_upload
 from residuum.protocol.generation.events import ReplyBuilder
 from residuum.protocol.requests import (
@@ -469,7 +470,7 @@ class GenerationClient(UploadClient):
         return call, builder
 
     def _generate(self, plan: GenerationPlan, timeout: float | None) -> tuple[io.Call, ReplyBuilder]:
-        call = self._inference.Generate(plan.request, timeout=timeout)
+        call = self._inference.Generate(plan.request, timeout=call_seconds(timeout))
         try:
             has_answered = self._channels.has_answered(self.endpoint)
             builder = accept(call, self.endpoint, has_answered=has_answered, probes=plan.probes)

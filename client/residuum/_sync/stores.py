@@ -16,7 +16,7 @@ from residuum.protocol.captures.many import ManyReading, not_found
 from residuum.protocol.captures.reading import Reading, ReadPlan
 from residuum.protocol.captures.stores import READ_STORE_ALONE, Search, StoreDirectory
 from residuum.protocol.captures.tenants import check_tenant, for_tenant
-from residuum.protocol.deadlines import Deadline, get_request
+from residuum.protocol.deadlines import Deadline, call_seconds, get_request
 from residuum.protocol.endpoints import check_endpoint
 from residuum.rpc.credentials import TLS
 from residuum.transport.connection_settings import Token, check_channel, opener, resolve_credentials
@@ -64,7 +64,7 @@ class StoreClient:
         self._stores = StoreDirectory(store)
         self.endpoint = check_endpoint(endpoint) if endpoint or not self._stores.is_named else ""
         """The inference service; "" if the client was created with `store` alone."""
-        self._timeout = timeout
+        self._timeout = call_seconds(timeout)
         self.credentials = resolve_credentials(token=token, tls=tls, insecure=insecure)
         """The credentials for the inference service and the stores."""
         if self.endpoint:

@@ -17,11 +17,20 @@ from residuum.wire.limits import MAX_PAGE_SIZE
 _SLICE_SECONDS = 20.0
 """The longest wait that one call asks for. A long wait takes several calls, so that a dead peer is noticed."""
 
+_LONGEST_SECONDS = 1e9
+"""The longest timeout that counts, about 30 years. gRPC takes the end of one of 1e10 seconds for a time in the past."""
+
+
+def call_seconds(timeout: float | None) -> float | None:
+    """Return the timeout of a call; None, no limit, for one that is too long to be reached."""
+    return None if timeout is None or timeout > _LONGEST_SECONDS else timeout
+
 
 class Deadline:
     """The time at which something must be done, or no such time."""
 
     def __init__(self, seconds: float | None) -> None:
+        seconds = call_seconds(seconds)
         self._end = None if seconds is None else time.monotonic() + seconds
 
     @classmethod

@@ -83,3 +83,7 @@ def test_a_server_that_does_not_answer_is_unhealthy(health):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = f"127.0.0.1:{silent.getsockname()[1]}"
         assert health(endpoint, "--timeout", "0.5")[:2] == (1, f"{endpoint}\tUNREACHABLE\n")
+
+
+def test_a_timeout_beyond_all_clocks_is_no_limit(cli):
+    assert cli("health", "--timeout", "1e10")[0] == 0

@@ -84,6 +84,15 @@ async def test_a_closed_client_cannot_be_used(make, endpoint):
         await closed.info()
 
 
+@pytest.mark.parametrize("seconds", [1e10, 1e300, float("inf")])
+async def test_a_timeout_beyond_all_clocks_is_no_limit(make, endpoint, captured, seconds):
+    client = make(endpoint, timeout=seconds)
+    assert (await client.info()).num_layers
+    assert (await client.generate("a", max_tokens=2, timeout=seconds)).token_ids
+    assert (await client.activations(captured, timeout=seconds)).layers
+    assert (await client.manifest(captured, wait=seconds)).state == "complete"
+
+
 async def test_a_timeout_ends_a_call(client, peer):
     for timeout in (0.3, 3, 30):  # on a busy machine, a call may not arrive within the shorter ones
         peer.script.hold = threading.Event()

@@ -9,6 +9,7 @@ import grpc
 
 from residuum.cli.connection import credentials_of
 from residuum.cli.output import Output
+from residuum.protocol.deadlines import call_seconds
 from residuum.protocol.endpoints import check_endpoint
 from residuum.rpc.channels import open_channel
 from residuum.rpc.credentials import Credentials
@@ -57,6 +58,6 @@ def _ask(endpoint: str, service: str, timeout: float, credentials: Credentials) 
     with open_channel(endpoint, credentials=credentials) as channel:
         check: Callable[..., bytes] = channel.unary_unary(health.CHECK)
         try:
-            return health.status_of_answer(check(health.request_for(service), timeout=timeout))
+            return health.status_of_answer(check(health.request_for(service), timeout=call_seconds(timeout)))
         except grpc.RpcError as error:
             return health.status_of_failure(from_rpc_error(error, endpoint))
