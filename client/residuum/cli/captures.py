@@ -17,6 +17,7 @@ import numpy as np
 
 import residuum
 from residuum.cli.connection import advice_if_cut_off, open_captures, open_client, plain_warnings, silent_stores
+from residuum.cli.generation.steering import POSITIONS_HELP
 from residuum.cli.labels import add_where, labels_text
 from residuum.cli.output import Output, age
 from residuum.cli.parser import positive_count
@@ -30,7 +31,6 @@ _STATES = ("open", "complete", "incomplete", "aborted")
 _HOW_TO_CONTINUE = (
     "The captures that were printed are written. The same command continues; leave --force out, if you gave it."
 )
-_LAYERS_HELP = "only these layers: 12 or 0,5,10-20 (default: all)"
 
 
 def add_filter(parser: argparse.ArgumentParser) -> None:
@@ -147,14 +147,21 @@ def add_pull_arguments(parser: argparse.ArgumentParser) -> None:
         help="replace FILE if it exists (default: fail; with --prefix, --state or --where, skip captures whose files "
         "exist, so that the same command continues after an interruption)",
     )
-    parser.add_argument("--layers", metavar="LAYERS", help=_LAYERS_HELP)
-    parser.add_argument("--sites", metavar="SITES", help="only these sites, separated by commas (default: all)")
+    _add_selection(parser)
     parser.add_argument(
         "--allow-partial", action="store_true", help="write the present rows of an incomplete capture (default: fail)"
     )
     parser.add_argument(
         "--no-wait", action="store_true", help="fail if the capture is still open (default: wait until it ends)"
     )
+
+
+def _add_selection(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that choose rows of a capture."""
+    parser.add_argument("--layers", metavar="LAYERS", help="only these layers: 12 or 0,5,10-20 (default: all)")
+    parser.add_argument("--sites", metavar="SITES", help="only these sites, separated by commas (default: all)")
+    text = f"only these positions: {POSITIONS_HELP} (default: all)"
+    parser.add_argument("--positions", metavar="POSITIONS", help=text)
 
 
 def pull(options: argparse.Namespace, output: Output) -> int:
@@ -179,14 +186,14 @@ def pull(options: argparse.Namespace, output: Output) -> int:
         paths = {item.capture_id: folder / f"{item.capture_id}.{kind}" for item in found}
         there = set() if options.force else {name for name, path in paths.items() if is_export(path)}
         if there:
-            output.note(
+            output.error(
                 f"skipped {len(there)} of {len(found)} captures because of existing files; --force replaces these"
             )
         for item in found:
             if item.capture_id in there:
                 continue
             if item.state in {"incomplete", "aborted"} and not options.allow_partial:
-                output.note(
+                output.error(
                     f"{item.capture_id} is {item.state} and was left out; --allow-partial writes its present rows"
                 )
                 continue
@@ -210,6 +217,7 @@ def _pull_one(
             format=kind,
             layers=options.layers,
             sites=options.sites,
+            positions=options.positions,
             wait=not options.no_wait,
             timeout=options.timeout,
             allow_partial=options.allow_partial,
@@ -217,7 +225,7 @@ def _pull_one(
             progress=not output.as_json,
         )
     for warning in caught:
-        output.note(f"residuum: {warning.message}")
+        output.error(str(warning.message))
     if output.as_json:
         shape = [len(made.layers), made.num_positions, made.widths[0] if len(made.widths) == 1 else list(made.widths)]
         facts = {"state": made.manifest.state, "shape": shape, "sites": made.sites, "missing_rows": made.num_missing}
@@ -242,8 +250,7 @@ def _file_format(options: argparse.Namespace) -> str:
 def add_follow_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `follow`."""
     parser.add_argument("id", metavar="ID", help="the capture's ID")
-    parser.add_argument("--layers", metavar="LAYERS", help=_LAYERS_HELP)
-    parser.add_argument("--sites", metavar="SITES", help="only these sites, separated by commas (default: all)")
+    _add_selection(parser)
     parser.add_argument("--sequence", type=int, default=0, metavar="N", help="the sequence (default: 0)")
     parser.add_argument(
         "--allow-partial", action="store_true", help="do not fail if the capture ends incomplete (default: fail)"
@@ -258,6 +265,7 @@ def follow(options: argparse.Namespace, output: Output) -> int:
             options.id,
             layers=options.layers,
             sites=options.sites,
+            positions=options.positions,
             sequence=options.sequence,
             timeout=options.timeout,
             allow_partial=options.allow_partial,

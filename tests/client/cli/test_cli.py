@@ -103,6 +103,30 @@ def test_pull_writes_only_the_selected_sites(cli, endpoint, tmp_path):
     assert "no site mlp_out. Choose among its sites: resid_post, resid_pre." in err
 
 
+def test_pull_and_follow_only_the_selected_positions(cli, captured, tmp_path):
+    flags = ["--positions", "-2:", "--json"]
+    code, out, _ = cli("pull", captured, "--out", tmp_path / "x.npz", *flags)
+    assert (code, json.loads(out)["shape"]) == (0, [2, 5, HIDDEN])
+    code, out, _ = cli("follow", captured, *flags)
+    assert code == 0
+    assert {at for line in out.splitlines() for at in json.loads(line)["positions"]} == {1, 2, 3, 4, 5}
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_pull_says_which_captures_it_left_out(cli, peer, endpoint, tmp_path, flags):
+    peer.script.lost_layers = (1,)
+    with residuum.Client(endpoint) as client:
+        name = client.generate("a bb", max_tokens=3, capture=residuum.Capture(layers=[0, 1])).request_id
+        client.manifest(name, wait=True)
+    code, out, err = cli("pull", "--prefix", name, "--out", tmp_path, *flags)
+    assert (code, out) == (0, "")
+    assert f"{name} is incomplete and was left out; --allow-partial writes its present rows" in err
+    assert cli("pull", "--prefix", name, "--out", tmp_path, "--allow-partial", *flags)[0] == 0
+    code, out, err = cli("pull", "--prefix", name, "--out", tmp_path, "--allow-partial", *flags)
+    assert (code, out) == (0, "")
+    assert "skipped 1 of 1 captures because of existing files" in err
+
+
 def test_pull_of_an_incomplete_capture_needs_partial(cli, peer, endpoint, tmp_path):
     peer.script.lost_layers = (1,)
     with residuum.Client(endpoint) as client:
