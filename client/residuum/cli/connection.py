@@ -44,7 +44,7 @@ def credentials_of(options: argparse.Namespace) -> dict[str, Any]:
         "cert": options.client_cert,
         "key": options.client_key,
     }
-    token = Path(options.token_file) if options.token_file else None
+    token = None if options.token_file is None else Path(options.token_file)
     tls = residuum.TLS(**files) if any(files.values()) else options.tls
     return {"token": token, "tls": tls, "insecure": options.insecure}
 

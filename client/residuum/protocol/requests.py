@@ -127,7 +127,7 @@ def plan_spec(
     if capture is not None and not isinstance(capture, Capture):
         raise TypeError(f"capture= takes a residuum.Capture, not {short(capture)}.")
     operations = operation_list(steer)
-    spec = inference_pb2.RequestSpec(request_id=check_id(request_id) if request_id else "", model=model or "")
+    spec = inference_pb2.RequestSpec(request_id="" if request_id is None else check_id(request_id), model=model or "")
     spec.if_exists = check_if_exists(if_exists, has_both=bool(request_id) and capture is not None)
     if capture is not None:
         spec.capture.CopyFrom(capture.to_proto())

@@ -45,7 +45,7 @@ def test_positions(value, expected):
     "value",
     [
         "later", [], slice(3, 3), slice(5, 2), slice(0, 0), range(0), slice(1, None, 2), slice(None, None, -1),
-        slice(-4, 0), [slice(0, 9, 3)], [0, *range(2, 200, 2)], 1 << 31, [(5, 2)], "generatd",
+        slice(-4, 0), [slice(0, 9, 3)], [0, *range(2, 200, 2)], 1 << 31, [(5, 2)], "generatd", "",
     ],
 )  # fmt: skip
 def test_invalid_positions_are_refused(value):

@@ -61,6 +61,11 @@ def test_generate_sends_every_sampling_parameter(cli, peer, tmp_path):
         (["--capture", "1", "--label", "y=0", "--label", "y=1"], "The label 'y' is given twice"),
         (["--json-schema", "nowhere.json"], "nowhere.json"),
         (["--json-schema", "{"], "json_schema is not a JSON document"),
+        (["--id", ""], "'' is not a valid request ID"),
+        (["--capture", "1", "--positions", ""], "positions='' is unknown"),
+        (["--capture", "1", "--sae", ""], "No sparse autoencoder can be read"),
+        (["--capture", "1", "--features", ""], "--features"),
+        (["--token-file", ""], "token"),
         (["--presence-penalty", "3"], "presence_penalty must be from -2 to 2"),
     ],
 )
@@ -337,6 +342,7 @@ def test_a_gate_of_one_direction_is_for_its_site(cli, tmp_path, monkeypatch):
         ("joy.npy@2:1", "only a file of Directions.save has layers"),
         ("joy.npy:sad:1", "choose one of its vectors: joy"),
         ("none.npy:1", "none.npy"),
+        ("", "--gate"),
     ],
 )
 def test_an_invalid_gate_is_refused(cli, tmp_path, monkeypatch, gate, told):
@@ -349,7 +355,9 @@ def test_an_invalid_gate_is_refused(cli, tmp_path, monkeypatch, gate, told):
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("flag", [("--keep-norm",), ("--steer-positions", "prompt"), ("--gate", "joy.npy:1")])
+@pytest.mark.parametrize(
+    "flag", [("--keep-norm",), ("--steer-positions", "prompt"), ("--gate", "joy.npy:1"), ("--gate", "")]
+)
 def test_steering_options_need_a_vector(cli, flag):
     with pytest.raises(SystemExit):
         cli("generate", "a", *flag)

@@ -259,9 +259,10 @@ async def test_a_message_over_the_limit_is_refused(client, peer):
 
 @pytest.mark.parametrize("name", ["", ".x", "-x", "a/b", "x" * 129, "ü"])
 async def test_invalid_request_ids_are_refused(client, name):
-    if name:
-        with pytest.raises(residuum.InvalidRequest, match="is not a valid request ID"):
-            await client.generate("a", request_id=name)
+    with pytest.raises(residuum.InvalidRequest, match="is not a valid request ID"):
+        await client.generate("a", request_id=name)
+    with pytest.raises(residuum.InvalidRequest, match="is not a valid request ID"):
+        await client.register(request_id=name)
     with pytest.raises(residuum.InvalidRequest):
         await client.abort(name)
 

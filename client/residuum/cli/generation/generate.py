@@ -320,14 +320,14 @@ def capture_of(options: argparse.Namespace) -> residuum.Capture | None:
         what["sites"] = options.sites
     return residuum.Capture(
         **what,
-        positions=options.positions or "all",
+        positions=options.positions,
         before_steering=options.before_steering,
         encoding=options.encoding or ("project" if options.onto else None),
         dimensions=options.dimensions,
         seed=options.encoding_seed or 0,
         axis=options.axis,
         vectors=[vector for _, vector in steering.load_all(options.onto or [])],
-        sae=residuum.sae.load(options.sae) if options.sae else None,
+        sae=None if options.sae is None else residuum.sae.load(options.sae),
         features=tuple(_numbers_of("--features", options.features)),
         reduction=options.reduction,
         flush_interval=BLOCK_TOKENS if options.flush_interval is None else options.flush_interval,
@@ -338,7 +338,7 @@ def capture_of(options: argparse.Namespace) -> residuum.Capture | None:
 
 def _numbers_of(flag: str, text: str | None) -> list[int]:
     """Return the numbers of a text that are separated by commas."""
-    parts = [part.strip() for part in text.split(",")] if text else []
+    parts = [part.strip() for part in text.split(",")] if text is not None else []
     if not all(part.isdecimal() for part in parts):
         raise residuum.InvalidRequest(f"{flag} {text}: give whole numbers, separated by commas.")
     return [int(part) for part in parts]

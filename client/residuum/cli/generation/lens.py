@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, output: Output) -> int:
     """Capture the prompt, print what each layer predicts at each position, and delete the capture."""
-    lens = _read(options.lens) if options.lens else None
+    lens = None if options.lens is None else _read(options.lens)
     with open_client(options) as client:
         capture = residuum.Capture(layers=options.layers, positions=options.positions)
         reply = client.generate(options.prompt, capture=capture, max_tokens=options.max_tokens, timeout=options.timeout)

@@ -67,7 +67,7 @@ def arguments_of(options: argparse.Namespace) -> dict[str, Any]:
     for flag in ("smooth", "rules"):
         if getattr(options, flag) and not options.probes:
             options.usage_error(f"--{flag.rstrip('s')} needs --probe; give both")
-    smooth = parse_smoothing(options.smooth) if options.smooth else None
+    smooth = None if options.smooth is None else parse_smoothing(options.smooth)
     probes = [_probe(text, smooth) for text in options.probes]
     return {
         "probes": probes,

@@ -85,12 +85,13 @@ def operations_of(options: argparse.Namespace) -> list[Operation]:
     Raises:
         InvalidRequest: A flag is invalid.
     """
-    if not options.steer and (options.steer_positions or options.steer_site or options.keep_norm or options.gate):
+    given = (options.steer_positions, options.steer_site, options.gate)
+    if not options.steer and (options.keep_norm or given != (None, None, None)):
         options.usage_error(
             "--steer-positions, --steer-site, --keep-norm and --gate need --add, --ablate, --cap, --replace, --set, "
             "--multiply or --clamp-feature; give both"
         )
-    gate, source = _gate(options.gate) if options.gate else (None, None)
+    gate, source = (None, None) if options.gate is None else _gate(options.gate)
     where = {
         "positions": options.steer_positions,
         "keep_norm": options.keep_norm,

@@ -81,7 +81,7 @@ class Positions:
         if isinstance(value, Positions):
             return value
         if value is None or isinstance(value, str):
-            return _of_word(value or "all")
+            return _of_word("all" if value is None else value)
         if isinstance(value, (slice, range)):
             return _of_slice(value)
         if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
