@@ -409,14 +409,14 @@ def add_abort_arguments(parser: argparse.ArgumentParser) -> None:
 def abort(options: argparse.Namespace, output: Output) -> int:
     """Stop requests. Continue after one that is unknown, and return 1 at the end."""
     with open_client(options) as client:
-        return _for_each(options.ids, client.abort, _show_aborted, output)
+        return _for_each(options.ids, client.abort, _show_stopped, output)
 
 
-def _show_aborted(name: str, _: None, output: Output) -> None:
+def _show_stopped(name: str, _: None, output: Output) -> None:
     if output.as_json:
-        output.json({"request_id": name, "aborted": True})
+        output.json({"request_id": name, "running": False})
     else:
-        output.say(f"{name}: aborted")
+        output.say(f"{name}: does not run any more")  # it may have ended before, which the service does not say
 
 
 def _for_each(

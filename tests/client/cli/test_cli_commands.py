@@ -91,10 +91,13 @@ def test_abort_stops_a_request(cli, peer, endpoint):
     peer.script.hold = threading.Event()
     with residuum.Client(endpoint) as client, client.stream("a", request_id="to-abort", max_tokens=100) as stream:
         next(stream)
-        assert cli("abort", "to-abort") == (0, "to-abort: aborted\n", "")
+        assert cli("abort", "to-abort") == (0, "to-abort: does not run any more\n", "")
         peer.script.hold.set()
         with pytest.raises(residuum.RequestAborted):
             list(stream)
+    with residuum.Client(endpoint) as client:
+        client.generate("a", request_id="ended", max_tokens=1)
+    assert json.loads(cli("abort", "ended", "--json")[1]) == {"request_id": "ended", "running": False}
     code, out, err = cli("abort", "never-there")
     assert (code, out) == (1, "")
     assert "No such request" in err
