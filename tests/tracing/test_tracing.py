@@ -116,3 +116,23 @@ def test_an_invalid_endpoint_url_is_refused(tmp_path: Path) -> None:
     done = subprocess.run(command, env=ENVIRONMENT, check=False, capture_output=True, text=True, timeout=60)
     assert done.returncode
     assert "http://" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("OTEL_BSP_MAX_QUEUE_SIZE", "1"),
+        ("OTEL_EXPORTER_OTLP_COMPRESSION", "zip"),
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", "http://[::1"),
+        ("OTEL_EXPORTER_OTLP_TIMEOUT", "soon"),
+        ("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "x"),
+    ],
+)
+def test_a_bad_variable_of_opentelemetry_is_one_line(variable: str, value: str) -> None:
+    environment = {**ENVIRONMENT, "OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", variable: value}
+    command = [sys.executable, "-m", "residuum", "token", "--tenant", "a", "--rights", "read"]
+    done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True, timeout=60)
+    *_, told = done.stderr.splitlines()
+    assert (done.returncode, done.stdout, "Traceback" in done.stderr) == (1, "", False)
+    assert told.startswith("residuum: traces cannot be sent: ")
+    assert told.endswith(". Check the environment variables that begin with OTEL_.")

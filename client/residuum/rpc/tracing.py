@@ -60,7 +60,7 @@ def start_tracing(service: str, endpoint: str = "") -> Callable[[], None]:
         A function to call at the end of the process. It sends the remaining traces.
 
     Raises:
-        TracingError: OpenTelemetry's packages are not installed.
+        TracingError: OpenTelemetry's packages are not installed, or they refuse one of their variables.
     """
     if not is_wanted(endpoint):
         return lambda: None
@@ -70,11 +70,17 @@ def start_tracing(service: str, endpoint: str = "") -> Callable[[], None]:
         from opentelemetry.sdk.resources import SERVICE_NAME, Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        named = {} if os.environ.get("OTEL_SERVICE_NAME") else {SERVICE_NAME: service}
+        provider = TracerProvider(resource=Resource.create(named))
+        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint or None)))
     except ImportError as error:
         raise TracingError(f"otel-endpoint: to send traces, {install_extra('otel')}: {error}") from error
-    named = {} if os.environ.get("OTEL_SERVICE_NAME") else {SERVICE_NAME: service}
-    provider = TracerProvider(resource=Resource.create(named))
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint or None)))
+    except Exception as error:  # it raises what it likes for a bad variable, also on import
+        raise TracingError(
+            f"traces cannot be sent: {error or type(error).__name__}. Check the environment variables that begin with "
+            "OTEL_."
+        ) from error
     trace.set_tracer_provider(provider)
     return provider.shutdown
 
