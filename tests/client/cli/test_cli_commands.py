@@ -273,6 +273,15 @@ def test_directions_find_at_once_that_they_cannot_be_written(cli, peer, tmp_path
     assert err.endswith(f"the folder {tmp_path / 'none'} does not exist. Create it first.\n")
 
 
+def test_directions_end_when_the_service_is_away(cli, tmp_path, monkeypatch):
+    monkeypatch.setattr("residuum.cli.generation.vectors._DELETE_SECONDS", 1000)
+    (tmp_path / "prompts.txt").write_text("one\n")
+    flags = ("--positive", tmp_path / "prompts.txt", "--negative", tmp_path / "prompts.txt", "--timeout", 0.5)
+    code, _, err = cli("directions", tmp_path / "joy.safetensors", *flags, at="127.0.0.1:1")
+    assert code == 1
+    assert [line[:9] for line in err.splitlines()] == ["residuum:"] * 2, "a warning of the outage, and the failure"
+
+
 @pytest.mark.parametrize("cause", ["an interrupt", "an error"])
 def test_directions_that_do_not_end_leave_no_captures(cli, endpoint, peer, tmp_path, monkeypatch, cause):
     """One prompt fails, or still runs when Ctrl-C comes; the others are done."""

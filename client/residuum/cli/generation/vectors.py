@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import residuum
-from residuum.cli.connection import advice_if_cut_off, open_client
+from residuum.cli.connection import advice_if_cut_off, open_client, plain_warnings
 from residuum.cli.generation.generate import prompts_of
 from residuum.cli.generation.steering import POSITIONS_HELP, load_all
 from residuum.cli.output import Output
@@ -66,6 +66,7 @@ def directions(options: argparse.Namespace, output: Output) -> int:
     with (
         open_client(options) as client,
         advice_if_cut_off("Nothing was saved; run the command again."),
+        plain_warnings(output),
         _captured(client, sets, capture, options, output) as replies,
     ):
         positive, negative = (map(client.activations, of_set) for of_set in replies)
@@ -90,7 +91,7 @@ def _captured(
     output: Output,
 ) -> Iterator[list[list[residuum.Reply]]]:
     """Capture sets of prompts, and delete the captures afterwards, also those of requests that did not end."""
-    prefix = f"directions-{secrets.token_hex(8)}-"
+    prefix, never_there = f"directions-{secrets.token_hex(8)}-", False
     try:
         yield [
             client.generate_many(
@@ -104,14 +105,16 @@ def _captured(
             for number, prompts in enumerate(sets)
         ]
     except residuum.BatchFailed as error:
+        never_there = not client._channels.has_answered(client.endpoint)  # noqa: SLF001
         raise residuum.BatchFailed(error.replies, error.errors) from None  # no advice to keep what is done
     except KeyboardInterrupt:
         time.sleep(_LATER_SECONDS)  # a request that was just stopped may have a capture a moment later
         raise
     finally:
-        # If the service or a store is away, what failed before says so.
-        with contextlib.suppress(residuum.ResiduumError), open_client(options, _DELETE_SECONDS) as brief:
-            brief.delete(prefix=prefix)
+        if not never_there:
+            # If the service or a store is away, what failed before says so.
+            with contextlib.suppress(residuum.ResiduumError), open_client(options, _DELETE_SECONDS) as brief:
+                brief.delete(prefix=prefix)
 
 
 def add_files(parser: argparse.ArgumentParser) -> None:
