@@ -83,7 +83,7 @@ class Store:
         self._health = health.HealthServicer()
         self._access = Access(settings.tokens, [SERVICE])
         synced = settings.ack == "synced"
-        readers = settings.max_streams + 2 * SHORT_CALLS + MAX_THREADS
+        readers = 2 * (settings.max_streams + SHORT_CALLS + MAX_THREADS)  # a thread may have two transactions
         self._db = Database(
             settings.path, settings.max_bytes, sync_roots=synced, max_readers=readers, shards=settings.num_shards
         )

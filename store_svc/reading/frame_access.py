@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 from residuum.wire.rows.frame_keys import unpack_frame
 from residuum.wire.rows.frames import FrameError
@@ -63,7 +64,6 @@ class Frame:
                 frame = txn.frame(self.key)
                 if frame is not None:
                     return frame
-                away = self._where(txn)
             except FrameError:
                 self._reading.__exit__()
                 raise damaged(self._capture_id) from None
@@ -73,7 +73,7 @@ class Frame:
             self._reading.__exit__()
             if self._fetcher is None:
                 raise unknown_capture(self._capture_id)
-            fetched = _fetched(self._fetcher, [away], self._capture_id, self._is_cancelled)
+            fetched = _fetched(self._fetcher, [self._where()], self._capture_id, self._is_cancelled)
             self._data = next(data for _, data in fetched if data is not None)
         try:
             return StoredFrame.of(None, self._data)
@@ -84,14 +84,15 @@ class Frame:
         if self._data is None:
             self._reading.__exit__()
 
-    def _where(self, txn: Txn) -> Away:
-        """Return where the archive has the frame.
+    def _where(self) -> Away:
+        """Return where the archive has the frame, in a transaction that began after the frame was dropped.
 
         Raises:
             Failure: UNKNOWN_CAPTURE: it has not; the capture was deleted.
         """
-        record = records.read_record(txn, unpack_frame(self.key).number)
-        place = records.place_of(txn, self.key)
+        with self._db.read() as txn:
+            record = records.read_record(txn, unpack_frame(self.key).number)
+            place = records.place_of(txn, self.key)
         if record is None or place is None:
             raise unknown_capture(self._capture_id)
         return Away(self.key, place, record.key)
@@ -132,9 +133,7 @@ class FrameAccess:
     def _collect(self, number: int, prefix: bytes, at: bytes, query: Query) -> tuple[list[bytes | Away], bytes]:
         """Return the next wanted frames from a key on, and the key to continue from, empty after the last."""
         found: list[bytes | Away] = []
-        with self._db.read() as txn:
-            # Each transaction looks anew: the rows may be dropped between two of them.
-            record = records.read_record(txn, number)
+        with reading_rows(self._db, number) as (txn, record):
             table = records.frames_table(record)
             for _ in range(_KEYS_AT_ONCE):
                 raw = txn.next_key(table, at)
@@ -163,6 +162,24 @@ def _fetched(
             check_not_cancelled(is_cancelled)
         else:
             yield item
+
+
+@contextmanager
+def reading_rows(db: Database, number: int) -> Iterator[tuple[Txn, records.Record | None]]:
+    """Yield a read transaction, and the record of a capture in it, with which all frames of the capture are found.
+
+    A transaction sees shards as they are a little later than the main file. Frames may be dropped in between. With the
+    record from before, a reader would look for them only in the database.
+    """
+    while True:
+        with db.read() as txn:
+            record = records.read_record(txn, number)
+            txn.next_key(Table.FRAMES, b"")  # from now on it sees the shards as they are
+            with db.read() as later:
+                is_current = records.read_record(later, number) == record
+            if is_current:
+                yield txn, record
+                return
 
 
 def located(txn: Txn, key: bytes, record: records.Record | None) -> bytes | Away:

@@ -18,13 +18,13 @@ from residuum.wire.rows.encodings import EncodingError, RowFormat
 from residuum.wire.rows.frame_keys import FrameKey, unpack_frame
 from residuum.wire.rows.frames import FrameError
 from store_svc.archive.fetching import Away, Fetcher
-from store_svc.archive.records import Record, frames_table, place_of, read_record
+from store_svc.archive.records import Record, frames_table, place_of
 from store_svc.captures.capture_names import name_of
 from store_svc.captures.catalog import Catalog
 from store_svc.database.db import Database, Table, Txn
 from store_svc.database.frames import StoredFrame
 from store_svc.database.keys import after_group, pack_number
-from store_svc.reading.frame_access import located
+from store_svc.reading.frame_access import located, reading_rows
 from store_svc.reading.query import Query
 from store_svc.searching.blocks import LayerRows, RowBlock, rows_of_chunk, rows_of_full_frame
 from store_svc.searching.hits import BestHits, Hit
@@ -148,12 +148,13 @@ class Scan:
         with self._db.read() as txn:
             try:
                 frame = txn.frame(key)
-                if frame is None:  # what comes from the archive was checked on its way
-                    return GONE if place_of(txn, key) is None else None
-                chunk = frame.parse()
+                if frame is not None:
+                    chunk = frame.parse()
+                    return None if chunk.verify_layers([list(chunk.header.layers).index(self._layer)]) else DAMAGED
             except FrameError:
                 return DAMAGED
-            return None if chunk.verify_layers([list(chunk.header.layers).index(self._layer)]) else DAMAGED
+        with self._db.read() as txn:  # what comes from the archive was checked on its way
+            return GONE if place_of(txn, key) is None else None
 
     def _next(self) -> int | None:
         with self._lock:
@@ -184,8 +185,7 @@ class Scan:
             at = pack_number(number)
             score = partial(self._score, block, own, capture, summary)
             while at:
-                with self._db.read() as txn:
-                    record = read_record(txn, number)  # the rows may be dropped between two transactions
+                with reading_rows(self._db, number) as (txn, record):  # they may be dropped between two transactions
                     until = time.monotonic() + _TRANSACTION_SECONDS
                     while at and time.monotonic() < until:
                         at = capture.step(txn, at, record, block, score)

@@ -160,6 +160,44 @@ def test_a_frame_that_is_dropped_before_it_is_read_is_fetched_unless_the_caller_
         free.set()
 
 
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize(
+    ("searches", "table", "nth"),
+    [(False, Table.ARCHIVED, 2), (False, Table.FRAMES, 1), (True, Table.ARCHIVED, 1)],
+    ids=["read that looks for frames", "read of a frame", "search"],
+)
+def test_rows_that_are_dropped_while_a_transaction_begins_are_found(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, shards: int, searches: bool, table: Table, nth: int
+) -> None:
+    """A transaction sees the shards a little later than the main file. Rows were in neither, and were left out."""
+    copies = threading.Event()
+    put, get = Objects.put, Txn.get
+    copies.set()
+    monkeypatch.setattr(Objects, "put", lambda *of: (copies.wait(20), put(*of))[1])
+    with serving(tmp_path / "store", archive=url, archive_keep_bytes=0, shards=shards) as (store, client):
+        capture(client, "first")
+        wait_for(lambda: store._db.num_chunks() == 0, "dropped rows")
+        copies.clear()
+        capture(client)
+        looks = itertools.count(1)
+
+        def late(txn: Txn, wanted: Table, key: bytes) -> memoryview | None:
+            is_reader = threading.current_thread().name not in ("writer", "archive")
+            if is_reader and wanted is table and not copies.is_set() and next(looks) == nth:
+                copies.set()
+                wait_for(lambda: store._db.num_chunks() == 0, "dropped rows")
+            return get(txn, wanted, key)
+
+        monkeypatch.setattr(Txn, "get", late)
+        if searches:
+            request = store_pb2.SearchRequest(vector=b"\0\0\x80?" * 4, layer=1, max_hits=9, capture_ids=["a"])
+            *_, last = client.stub.Search(request)
+            assert [hit.position for hit in last.hits] == [3, 2, 1, 0]
+        else:
+            assert client.read()[0] == grid(LAYERS, range(4))
+        assert copies.is_set()
+
+
 def test_expired_captures_are_deleted_in_the_archive(tmp_path: Path, url: str) -> None:
     with serving(tmp_path / "store", archive=url, archive_keep_bytes=0) as (_, client):
         capture(client)
