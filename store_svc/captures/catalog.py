@@ -287,7 +287,8 @@ class Catalog:
             with self._lock:
                 self._add_ended(capture.number, summary)
                 del self._feeds[capture.number]
-                self._count(summary.tenant, {before.state: -1, capture.state: 1}, added)
+                self._count(summary.tenant, {before.state: -1}, added)
+                self._count(summary.tenant, {capture.state: 1}, 0)  # it may have been opened and have ended at once
 
     def note_archive_state(self, number: int, state: capture_pb2.ArchiveState.ValueType) -> None:
         """Publish where the rows of an ended capture are. Those that are only in the archive no longer count."""

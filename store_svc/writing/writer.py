@@ -302,7 +302,8 @@ class Writer:
             # This commit's sync also covered the root page of the previous commit.
             self._mark_synced()
         self._purging = self._purging or batch.deletes
-        self._sync_at = time.monotonic() + self._options.sync_interval
+        if batch.wrote or self._sync_at is None:  # calls that change nothing must not put off a sync for ever
+            self._sync_at = time.monotonic() + self._options.sync_interval
         for capture in batch.publish():
             if capture.ended:
                 _log_ended(capture)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import suppress
@@ -24,7 +25,18 @@ from store_svc.writing.early_rows import ArrivedOpens
 from store_svc.writing.write_queue import Append, Command, WorkQueue
 from store_svc.writing.writer import Writer, WriterOptions
 from svc_common.security.tokens_file import ANYBODY
-from tests.store.support import ONE_AND_SEVERAL, cells_of, describe, grid, make_chunk, without_collections
+from tests.store.support import (
+    ABORTED,
+    ONE_AND_SEVERAL,
+    POST,
+    cells_of,
+    describe,
+    grid,
+    make_chunk,
+    seal_request,
+    without_collections,
+)
+from tests.waiting import wait_for
 
 pytestmark = ONE_AND_SEVERAL
 
@@ -112,6 +124,40 @@ def test_a_commit_syncs_the_one_before(writer: Writer) -> None:
     writer.queue.finish(stream)
     assert stream.ended.wait(10)
     assert stream.told[-1] == ("synced", 2)
+
+
+def test_calls_that_change_nothing_do_not_put_off_a_sync(tmp_path: Path, catalog: Catalog, shards: int) -> None:
+    db = Database(tmp_path / "db", 64 << 20, sync_roots=False, shards=shards)
+    options = WriterOptions(ack_synced=False, sync_interval=0.5, waits=dict.fromkeys(Wait, LONG))
+    writer = Writer(db, catalog, options, on_death=lambda: None)
+    stream = Stream()
+    writer.start()
+    try:
+        writer.call("a", partial(Batch.open, description=describe()))
+        append(writer.queue, stream, 1)
+        until = time.monotonic() + 5
+        while ("synced", 1) not in stream.told and time.monotonic() < until:
+            with suppress(Failure):
+                writer.call("b", partial(Batch.delete, name=CaptureName("", "b")), reserve=True)
+        assert stream.told == [("committed", 1), ("synced", 1)]
+    finally:
+        writer.stop()
+        db.close()
+
+
+def test_a_capture_that_ends_in_the_transaction_that_opens_it_counts_once(writer: Writer, catalog: Catalog) -> None:
+    append(writer.queue, Stream(), 0)
+    seal = seal_request(generated=(1,), outcome=ABORTED)
+    loss = store_pb2.RowLoss(layers=LAYERS, sites=[POST], positions=[1, 2, 3], reason=1)
+    name = CaptureName("", "a")
+    writer.queue.call(Command(partial(Batch.lose, name=name, loss=loss), "a", reserve=True))
+    writer.queue.call(Command(partial(Batch.seal, name=name, seal=seal), "a", reserve=True))
+    writer.start()
+    writer.call("a", lambda _: None)
+    wait_for(lambda: catalog.state_of(name) == ABORTED, "the end", 10)
+    assert catalog.states() == {ABORTED: 1}
+    writer.call("a", partial(Batch.delete, name=name), reserve=True)
+    assert catalog.states() == {}
 
 
 def opening(name: str) -> Command:
