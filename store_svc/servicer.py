@@ -41,6 +41,7 @@ from store_svc.metrics import StoreMetrics
 from store_svc.reading.pages import make_token, read_token
 from store_svc.reading.prefetch import ahead
 from store_svc.reading.reader import Reader
+from store_svc.reading.stored_chunks import damaged
 from store_svc.searching.search import Searcher, check_search
 from store_svc.shared_memory.listener import Listener
 from store_svc.shared_memory.memories import ReadUse
@@ -467,7 +468,11 @@ class StoreServicer:
     def _wait_for_copy(
         self, archive: Archive, name: CaptureName, seconds: float, context: grpc.ServicerContext
     ) -> None:
-        """Wait until a capture that has ended is in the archive."""
+        """Wait until a capture that has ended is in the archive.
+
+        Raises:
+            Failure: CHECKSUM_MISMATCH: a chunk is damaged, so the capture is never copied.
+        """
         number, feed = self._catalog.require(name)
         if feed is not None:
             return
@@ -475,9 +480,11 @@ class StoreServicer:
         def is_over() -> bool:
             summary = self._catalog.summary_of(number)
             is_pending = summary is not None and summary.archive_state == capture_pb2.ARCHIVE_STATE_PENDING
-            return not is_pending or self._catalog.stopping or not context.is_active()
+            return not is_pending or archive.cannot_copy(number) or self._catalog.stopping or not context.is_active()
 
         archive.wait(is_over, seconds)
+        if archive.cannot_copy(number):
+            raise damaged(name.capture_id)
 
 
 def _parse(kind: type[_Request], data: bytes) -> _Request:

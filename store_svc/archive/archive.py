@@ -129,6 +129,10 @@ class Archive:
             bytes_fetched=self.fetcher.num_bytes,
         )
 
+    def cannot_copy(self, number: int) -> bool:
+        """Return whether a capture cannot be copied, because a chunk is damaged."""
+        return self._copier.is_damaged(number)
+
     @property
     def num_not_copied(self) -> int:
         """Captures that cannot be copied, because a chunk is damaged. The log names them."""

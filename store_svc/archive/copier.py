@@ -52,6 +52,10 @@ class Copier:
         """Captures that cannot be copied, because a chunk is damaged. The log names them."""
         return len(self._damaged)
 
+    def is_damaged(self, number: int) -> bool:
+        """Return whether a capture cannot be copied, because a chunk is damaged."""
+        return number in self._damaged
+
     @property
     def seconds_behind(self) -> float:
         """Age of the oldest capture that waits to be copied, in seconds; 0 if none waits."""
@@ -87,7 +91,12 @@ class Copier:
                 except StoppedError:
                     raise
                 except DamagedCaptureError:
-                    _log.error("a capture is not copied: the checksum of a chunk does not match", number=number)
+                    summary = self._access.catalog.summary_of(number)
+                    _log.error(
+                        "a capture is not copied: the checksum of a chunk does not match",
+                        request_id=summary.capture_id if summary is not None else "",
+                        number=number,
+                    )
                     with self._changed:
                         self._damaged.add(number)
                 except Exception:  # noqa: BLE001 - a bug: other captures must be copied nevertheless

@@ -55,14 +55,19 @@ def main(arguments: Sequence[str]) -> int:
         objects = Objects(settings.archive)
         db = Database(settings.path, settings.max_bytes, sync_roots=True, shards=settings.num_shards)
         try:
-            restored = Restore(db, objects).run()
+            restore = Restore(db, objects)
+            restored = restore.run()
         finally:
             db.close()
     except (ArchiveError, DamagedError, StoreFullError, OSError) as error:
         _log.error("cannot restore", error=str(error))
         return 1
     _log.info("restored", captures=restored, path=str(settings.path))
-    return 0
+    if restore.damaged:
+        _log.error(
+            "all but some captures are restored: the log names them. The store can be started", left_out=restore.damaged
+        )
+    return 1 if restore.damaged else 0
 
 
 class _Known(NamedTuple):
@@ -83,6 +88,8 @@ class Restore:
         self._objects = objects
         self._link = Link()
         self._latest: dict[CaptureName, _Known] = {}
+        self.damaged = 0
+        """How many captures could not be restored."""
 
     def run(self) -> int:
         """Restore all captures; return how many there are. While the archive does not answer, try again.
@@ -102,7 +109,9 @@ class Restore:
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="restore") as threads:
             try:
                 for some in _parts(sorted(set(keys) - known)):
-                    found = [item for item in threads.map(self._read, some) if item is not None]
+                    read = list(threads.map(self._read, some))
+                    found = [item for item in read if isinstance(item, tuple)]
+                    self.damaged += sum(isinstance(item, LayoutError) for item in read)
                     self._db.write(lambda txn: self._write(txn, found))  # noqa: B023
             except BaseException:
                 self._link.stop()  # no thread tries again
@@ -140,7 +149,8 @@ class Restore:
                 self._latest[name_of(manifest.description)] = _Known(number, age_of(record.key, manifest))
         return keys
 
-    def _read(self, key: str) -> tuple[str, archive_pb2.ArchivedCapture] | None:
+    def _read(self, key: str) -> tuple[str, archive_pb2.ArchivedCapture] | Exception | None:
+        """Return a capture with its name; the error if its object is damaged, or is not one; None if it is gone."""
         try:
             number_of(key)
             return key, unpack_capture(self._until_done(lambda: self._objects.get(capture_path(key))))
@@ -148,7 +158,7 @@ class Restore:
             return None  # it was deleted after it was listed
         except (LayoutError, ValueError) as error:
             _log.error("a capture cannot be restored", key=key, error=str(error))
-            return None
+            return error
 
     def _write(self, txn: Txn, found: list[tuple[str, archive_pb2.ArchivedCapture]]) -> None:
         for key, capture in found:

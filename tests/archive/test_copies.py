@@ -28,7 +28,18 @@ from tests.archive.support import (
     stats,
     wait_for_state,
 )
-from tests.store.support import ABORTED, POST, describe, failing_with, grid, make_chunk, row, serving, stored_frames
+from tests.store.support import (
+    ABORTED,
+    POST,
+    describe,
+    failing_with,
+    grid,
+    make_chunk,
+    row,
+    serving,
+    stored_frames,
+    wait_request,
+)
 from tests.waiting import wait_for
 
 ONE_AND_SEVERAL = pytest.mark.parametrize("shards", [1, 3], ids=["one shard", "three shards"])
@@ -324,6 +335,10 @@ def test_a_damaged_chunk_is_not_copied(tmp_path: Path, url: str) -> None:
     with serving(tmp_path / "store", archive=url, archive_keep_bytes=0) as (store, client):
         wait_for_state(client, MOVED, ["good"])
         wait_for(lambda: stats(client).captures_not_copied == 1, "refusal")
+        request = wait_request(30, "bad")
+        request.wait_for_archive = True
+        with failing_with(errors_pb2.ERROR_REASON_CHECKSUM_MISMATCH):
+            client.stub.GetCapture(request, timeout=10)
         assert state(client, "bad") == PENDING
         assert archived_ids(Objects(url)) == ["good"]
         client.stub.DeleteCapture(store_pb2.DeleteCaptureRequest(capture_id="bad"))

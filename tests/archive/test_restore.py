@@ -232,7 +232,7 @@ def test_a_damaged_capture_is_left_out_and_named(tmp_path: Path, url: str) -> No
     objects.put(paths["a"], objects.get(paths["a"])[:-1])
     shutil.rmtree(tmp_path / "store")
     done = restore(url, tmp_path / "store")
-    assert done.returncode == 0
+    assert done.returncode == 1
     assert paths["a"].removeprefix("captures/") in done.stderr
     with serving(tmp_path / "store", archive=url) as (store, client):
         assert client.read("b")[0] == grid(LAYERS, range(4))

@@ -349,6 +349,7 @@ class AsyncCaptureClient(AsyncDeletionClient):
 
         Raises:
             UnknownCapture: The capture does not exist.
+            DamagedCapture: With `archived`: a chunk is damaged, so the capture is never copied.
             Unreachable: The store was away until the end of the retries.
 
         Example:
