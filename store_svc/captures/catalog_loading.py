@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from typing import NamedTuple
 
 from residuum.v1 import capture_pb2, store_pb2
+from residuum.wire.rows.frames import FrameError
 from store_svc.archive.records import MOVED, read_record
 from store_svc.captures.catalog import Catalog, CatalogLimits
 from store_svc.captures.leases import Leases
@@ -24,10 +26,12 @@ def load_catalog(
 ) -> Catalog:
     """Return the catalog of a database. The rows of open captures are rebuilt from their frames.
 
+    A damaged frame of an open capture is deleted: its rows are missing, so the capture ends INCOMPLETE.
+
     Without an archive, copies do not count: only captures without rows in the database have a state of the archive.
 
     Raises:
-        StoreFullError: There is no room to note frames that must be freed.
+        StoreFullError: There is no room to free frames.
         DamagedError: The database cannot be used.
     """
     if db.num_shards > 1:
@@ -35,6 +39,7 @@ def load_catalog(
         if unopened:
             _log.info("frees rows of captures that were not committed before the last store ended", captures=unopened)
     catalog = Catalog(limits, leases, has_archive=has_archive)
+    damaged: list[bytes] = []
     with db.read() as txn:
         for key, value in txn.items(Table.ENDED):
             manifest = capture_pb2.CaptureManifest.FromString(bytes(value))
@@ -45,18 +50,40 @@ def load_catalog(
                 summary.archive_state = record.state
             catalog.open_ended(number, summary)
         for key, value in txn.items(Table.LIVE):
-            capture, keys = _load(txn, key, capture_pb2.CaptureManifest.FromString(bytes(value)))
-            catalog.open(capture, keys)
+            loaded = _load(txn, key, capture_pb2.CaptureManifest.FromString(bytes(value)))
+            catalog.open(loaded.capture, loaded.keys)
+            damaged += loaded.damaged
+    if damaged:
+        db.write(lambda txn: [txn.delete(Table.FRAMES, key) for key in damaged], reserve=True)
     return catalog
 
 
-def _load(txn: Txn, key: bytes, record: capture_pb2.CaptureManifest) -> tuple[Capture, list[bytes]]:
+class _Loaded(NamedTuple):
+    capture: Capture
+    keys: list[bytes]
+    """The keys of its frames."""
+    damaged: list[bytes]
+    """The keys of damaged frames, which do not count."""
+
+
+def _load(txn: Txn, key: bytes, record: capture_pb2.CaptureManifest) -> _Loaded:
     keys: list[bytes] = []
     frames: list[tuple[Cells, int]] = []
-    for frame_key, frame in txn.frames(key):
-        keys.append(frame_key)
-        frames.append((cells_of(frame.parse().header), len(frame.prefix) + len(frame.payload)))
+    damaged: list[bytes] = []
+    for frame_key in txn.frame_keys(key):
+        try:
+            frame = txn.frame(frame_key)
+            assert frame is not None  # noqa: S101 - its key is there
+            frames.append((cells_of(frame.parse().header), len(frame.prefix) + len(frame.payload)))
+            keys.append(frame_key)
+        except FrameError as error:
+            damaged.append(frame_key)
+            _log.error(
+                "a chunk of an open capture is damaged. Its rows are lost, so the capture will end INCOMPLETE",
+                request_id=record.description.capture_id,
+                error=str(error),
+            )
     losses = [store_pb2.RowLoss.FromString(bytes(value)) for _, value in txn.items(Table.LOSSES, key)]
     value = txn.get(Table.SEALS, key)
     seal = store_pb2.SealCaptureRequest.FromString(bytes(value)) if value is not None else None
-    return restore(unpack_number(key), record, frames, losses, seal, time.monotonic()), keys
+    return _Loaded(restore(unpack_number(key), record, frames, losses, seal, time.monotonic()), keys, damaged)

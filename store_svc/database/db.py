@@ -161,16 +161,11 @@ class Txn:
         value = self.get(Table.FRAMES, key)
         return None if value is None else StoredFrame.of(self.get(Table.HEADS, key), value)
 
-    def frames(self, prefix: bytes) -> Iterator[tuple[bytes, StoredFrame]]:
-        """Yield the frames whose key starts with `prefix`, in key order.
-
-        Raises:
-            FrameError: One is damaged.
-        """
+    def frame_keys(self, prefix: bytes = b"") -> Iterator[bytes]:
+        """Yield the keys of frames that start with `prefix`, in order."""
         key = self.next_key(Table.FRAMES, prefix)
         while key is not None and key.startswith(prefix):
-            if (frame := self.frame(key)) is not None:
-                yield key, frame
+            yield key
             key = self.next_key(Table.FRAMES, key + b"\0")
 
     def put_trial(self, shard: int, value: bytes) -> None:

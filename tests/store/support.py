@@ -66,12 +66,16 @@ def describe(
 
 def stored_frames(txn: Txn) -> Iterator[tuple[bytes, memoryview]]:
     """Yield the key and the value in FRAMES of each frame, in key order."""
-    key = txn.next_key(Table.FRAMES, b"")
-    while key is not None:
+    for key in txn.frame_keys():
         value = txn.get(Table.FRAMES, key)
         assert value is not None
         yield key, value
-        key = txn.next_key(Table.FRAMES, key + b"\0")
+
+
+def whole_frames(txn: Txn) -> dict[bytes, bytes]:
+    """Return the bytes of the whole Chunk of each frame, by key, in key order."""
+    frames = {bytes(key): txn.frame(key) for key in txn.frame_keys()}
+    return {key: frame.prefix + bytes(frame.payload) for key, frame in frames.items() if frame is not None}
 
 
 def row(cell: Cell, width: int = WIDTH) -> np.ndarray:

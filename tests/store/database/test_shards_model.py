@@ -16,7 +16,7 @@ from store_svc.database.db import Database, PayloadChangedError, StoreFullError,
 from store_svc.database.frames import PlacedFrame
 from store_svc.database.keys import pack_number
 from store_svc.database.lmdb_file import LmdbFile
-from tests.store.support import make_chunk
+from tests.store.support import make_chunk, whole_frames
 
 SHARDS = 3
 CHUNK = make_chunk([0, 1, 2], [0])
@@ -133,7 +133,7 @@ def _deletion(keys: Sequence[bytes]) -> Callable[[Txn], None]:
 def _check(db: Database, expected: dict[bytes, bytes]) -> None:
     """Compare scans, seeks, reads and counts, and look that no file has anything else."""
     with db.read() as txn:
-        assert {key: frame.prefix + bytes(frame.payload) for key, frame in txn.frames(b"")} == expected
+        assert whole_frames(txn) == expected
         assert txn.count(Table.FRAMES) == len(expected)
     with db.read() as txn:
         for number in range(1, 3):

@@ -18,6 +18,7 @@ from store_svc.reading.slicing import slice_chunk
 from tests.encoding_cases import FORMATS, basis, header_of, rows
 from tests.store.support import (
     COMPLETE,
+    INCOMPLETE,
     ONE_AND_SEVERAL,
     OPEN,
     POST,
@@ -223,3 +224,25 @@ def test_a_damaged_chunk_is_never_sent(tmp_path: Path) -> None:
                 client.read(layers=layers)
             assert caught[0].metadata == {"capture_id": "a"}
         assert client.get().state == COMPLETE
+
+
+def test_a_store_starts_although_a_chunk_of_an_open_capture_is_damaged(tmp_path: Path, shards: int) -> None:
+    def damage(txn: Txn) -> None:
+        key, value = list(stored_frames(txn))[1]
+        txn.delete(Table.FRAMES, key)
+        txn.put(Table.FRAMES, key, b"\xff" * len(value))
+
+    with serving(tmp_path / "store", shards=shards) as (store, client):
+        for name in ("a", "b"):
+            client.open(describe(name))
+        client.append([make_chunk([0, 1, 2], [at]) for at in range(5)])
+        client.append([make_chunk([0, 1, 2], range(5))], "b")
+        store._db.write(damage)
+    for _ in range(2):  # the second start finds it gone
+        with serving(tmp_path / "store") as (store, client):
+            assert client.get().num_rows == 3 * 4
+            assert client.get("b").num_rows == 3 * 5
+    with serving(tmp_path / "store", seal_timeout_seconds=0.2) as (store, client):
+        client.seal(generated=[2])
+        cells, manifest = client.read(follow=True)
+        assert (cells, manifest.state) == (grid([0, 1, 2], [0, 2, 3, 4]), INCOMPLETE)

@@ -12,7 +12,7 @@ import pytest
 
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import store_pb2
-from residuum.wire.rows.frames import parse_chunk, parse_stored, split_chunk
+from residuum.wire.rows.frames import ChunkView, parse_chunk, parse_stored, split_chunk
 from store_svc.captures.capture_names import CaptureName
 from store_svc.captures.catalog import Catalog
 from store_svc.captures.catalog_loading import load_catalog
@@ -25,7 +25,7 @@ from store_svc.writing.placed import placed_frame
 from store_svc.writing.write_queue import Append, Command
 from store_svc.writing.writer import Writer, WriterOptions
 from tests.store.database.test_shards import key
-from tests.store.support import ONE_AND_SEVERAL, cells_of, describe, grid, make_chunk, serving
+from tests.store.support import ONE_AND_SEVERAL, cells_of, describe, grid, make_chunk, serving, whole_frames
 
 pytestmark = ONE_AND_SEVERAL
 
@@ -68,7 +68,7 @@ def damaged_frame_of(chunk: bytes) -> PlacedFrame:
 
 def kept(db: Database) -> dict[bytes, bytes]:
     with db.read() as txn:
-        return {found: frame.prefix + bytes(frame.payload) for found, frame in txn.frames(b"")}
+        return whole_frames(txn)
 
 
 def test_both_kinds_of_frames_are_kept_until_they_are_deleted(opened: Open) -> None:
@@ -243,12 +243,12 @@ def test_rows_that_are_there_already_are_cut_out_of_a_verified_copy(written: tup
     assert stream.done.wait(10)
     assert set(stream.rejected) == {2}
     assert cells_of(catalog.feed_of(1).capture.manifest().present) == grid(LAYERS, [0, 1])
-    assert all(frame.parse().verify() for frame in _frames(writer))
+    assert all(chunk.verify() for chunk in _chunks(writer))
 
 
-def _frames(writer: Writer) -> list:
+def _chunks(writer: Writer) -> list[ChunkView]:
     with writer._db.read() as txn:
-        return [frame for _, frame in txn.frames(b"")]
+        return [parse_chunk(frame) for frame in whole_frames(txn).values()]
 
 
 def test_a_placed_frame_is_a_view_of_the_memory() -> None:
