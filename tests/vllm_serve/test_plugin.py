@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from importlib.metadata import entry_points
 from types import SimpleNamespace
 
@@ -18,7 +15,9 @@ import residuum
 from inference_svc import vllm_serve
 from inference_svc.tap_settings import TapSettings
 from inference_svc.vllm_serve import plugin
+from svc_common.launcher import ROOT
 from svc_common.settings import BadSettingsError, from_environment
+from tests import warm_start
 
 
 def config(worker_cls, replicas=1, api_servers=1):
@@ -144,50 +143,20 @@ def test_an_unsupported_vllm_is_recognized():
     assert "no abort, collective_rpc" in plugin._missing(object)
 
 
-STARTED_WORKERS = """
-import json, os, sys
-from vllm.plugins import load_general_plugins  # once: it takes 10 s
-import inference_svc.vllm_serve.worker as worker
-
-def start():
-    load_general_plugins()
-    try:
-        worker._check_front_end()
-    except Exception as error:
-        return str(error)
-
-answers = []
-for environment in json.loads(sys.argv[1]):
-    reading, writing = os.pipe()
-    if not os.fork():
-        os.environ.update(environment)
-        os.write(writing, json.dumps(start()).encode())
-        os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading) as answer:
-        answers.append(json.load(answer))
-    os.wait()
-print(json.dumps(answers))
-"""
-
-
 @pytest.mark.slow
-def test_a_worker_without_the_front_end_does_not_start():
+def test_a_worker_without_the_front_end_does_not_start(tmp_path, monkeypatch):
     environments = [
         {},
         {"VLLM_PLUGINS": "another"},
         {"VLLM_USE_RUST_FRONTEND": "1"},
         {"VLLM_PLUGINS": "residuum", "VLLM_USE_RUST_FRONTEND": "0"},
     ]
-    done = subprocess.run(
-        [sys.executable, "-c", STARTED_WORKERS, json.dumps(environments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"},
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    plain, other_plugin, rust, both = json.loads(done.stdout.splitlines()[-1])
+    log = tmp_path / "log"
+    log.write_text("")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
+    process = warm_start.launch("tests.vllm_serve.started_workers", [json.dumps(environments)], ROOT, log)
+    assert process.wait(120) == 0, log.read_text()[-2000:]
+    plain, other_plugin, rust, both = json.loads(log.read_text().splitlines()[-1])
     assert plain is None
     assert "VLLM_PLUGINS" in other_plugin
     assert "VLLM_USE_RUST_FRONTEND" in rust
