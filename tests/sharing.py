@@ -48,7 +48,7 @@ def check(items: Iterable[pytest.Item], fixture: str, engine: str, folder: Path)
         pytest.UsageError: A test does not, so another process could start the engine a second time.
     """
     for item in items:
-        if folder in item.path.parents and fixture in getattr(item, "fixturenames", ()):
+        if fixture in getattr(item, "fixturenames", ()) and folder in item.path.parents:  # the cheap question first
             mark = item.get_closest_marker(MARK)
             if mark is None or mark.args != (engine,):
                 raise pytest.UsageError(f"{item.nodeid} uses {fixture}: mark its file pytest.mark.{MARK}({engine!r})")
