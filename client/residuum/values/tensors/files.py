@@ -30,5 +30,5 @@ def read_safetensors(path: str | os.PathLike[str]) -> tuple[Arrays, dict[str, st
     except AttributeError:  # safetensors looks for numpy's type of this name
         raise InvalidRequest(
             f"{path} has tensors of float8 or another type that numpy lacks. Convert them to float32.",
-            reason="INVALID_FIELD",
+            reason="WRONG_DTYPE",
         ) from None
