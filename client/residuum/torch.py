@@ -306,12 +306,14 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
     def _iterate(self, to_skip: int, epoch: int) -> Iterator[ActivationBatch]:
         number, workers = _worker()
         part = self._rank * workers + number
-        order = self._share(self._rank, number, workers, epoch)
+        order = self._share(part, self._world_size * workers, epoch)
+        # Without drop_last, each rank has all its batches, and reads to the end.
+        stop = self._batches_of(number, workers, epoch) if self._drop_last else None
         stream = stream_aligned if self._aligned else stream_rows
         with self._open() as client:
             rows = stream(client, self.captures, order, self._choice, self._concurrent_reads, self._check_alike)
             batches = self._batches(rows, np.random.default_rng([self._seed, epoch, part]))
-            for batch in itertools.islice(batches, to_skip, self._batches_of(number, workers, epoch)):
+            for batch in itertools.islice(batches, to_skip, stop):
                 if self._yielded == to_skip:
                     self._epoch.fill_(epoch)  # of a state: the iteration after this one has it, too
                 self._yielded += 1
@@ -337,17 +339,13 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
 
     def _batches_of(self, worker: int, workers: int, epoch: int) -> int:
         """Return the number of batches of a worker in an epoch."""
-        if self._drop_last:
-            ranks = range(self._world_size)
-            return min(self._rows_of(rank, worker, workers, epoch) // self._batch_size for rank in ranks)
-        return -(-self._rows_of(self._rank, worker, workers, epoch) // self._batch_size)
+        counts = [self._counts[number] for number in self._share(0, 1, epoch)]  # shuffled once, not for each rank
+        ranks = range(self._world_size) if self._drop_last else [self._rank]
+        rows = min(sum(counts[rank * workers + worker :: self._world_size * workers]) for rank in ranks)
+        return rows // self._batch_size if self._drop_last else -(-rows // self._batch_size)
 
-    def _rows_of(self, rank: int, worker: int, workers: int, epoch: int) -> int:
-        return sum(self._counts[number] for number in self._share(rank, worker, workers, epoch))
-
-    def _share(self, rank: int, worker: int, workers: int, epoch: int) -> list[int]:
-        """Return the captures that a worker of a rank reads in an epoch, as indices, in order."""
-        part, parts = rank * workers + worker, self._world_size * workers
+    def _share(self, part: int, parts: int, epoch: int) -> list[int]:
+        """Return the captures of a part in an epoch, as indices, in the order in which they are read."""
         shuffled = self._shuffle_buffer > 0
         return share(len(self.captures), part, parts, shuffle=shuffled, seed=self._seed, epoch=epoch)
 

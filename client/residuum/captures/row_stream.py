@@ -87,8 +87,8 @@ class RowChoice:
 def share(count: int, number: int, of: int, *, shuffle: bool, seed: int, epoch: int) -> list[int]:
     """Return the indices of the captures in share `number` of `of` shares, in the order in which to read them.
 
-    Each of the `count` captures is in exactly one share. With `shuffle`, the order depends only on the seed and the
-    epoch, so all processes compute the same shares without communication.
+    A share has every `of`-th of the `count` captures, so each capture is in exactly one. With `shuffle`, the order
+    depends only on the seed and the epoch, so all processes compute the same shares without communication.
     """
     order = list(range(count))
     if shuffle:
