@@ -322,7 +322,7 @@ def test_the_number_of_a_damaged_capture_is_not_used_again(tmp_path: Path, url: 
     ((path, found),) = captures(objects).items()
     objects.put(path, b"damaged")
     shutil.rmtree(tmp_path / "store")
-    assert restore_main(["--archive", url, "--path", str(tmp_path / "store")]) == 0
+    assert restore_main(["--archive", url, "--path", str(tmp_path / "store")]) == 1
     with serving(tmp_path / "store", archive=url) as (store, client):
         capture(client, "next")
         assert store._catalog.number_of(CaptureName("", "next")) > found.number
