@@ -178,11 +178,16 @@ class RequestRegistry:
     def _check_room(self, spec: ResolvedSpec, tenant: str) -> None:
         """Check that a registration fits beside the others, and the tenant's beside its own into its share."""
         limits = self._limits_of(tenant)
-        for whose, share_of, count, num_bytes in (
-            ("", int, len(self._registered), self._bytes.total()),
-            (" of your tenant", limits.share_of, self._counts[tenant], self._bytes[tenant]),
+        for whose, most, count, room, num_bytes in (
+            ("", self._max_registrations, len(self._registered), self._max_bytes, self._bytes.total()),
+            (
+                " of your tenant",
+                limits.share_of(self._max_registrations),
+                self._counts[tenant],
+                limits.share_of(self._max_bytes),
+                self._bytes[tenant],
+            ),
         ):
-            most, room = share_of(self._max_registrations), share_of(self._max_bytes)
             if count >= most:
                 raise Failure(
                     Reason.ERROR_REASON_LIMIT_REACHED,

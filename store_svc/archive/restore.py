@@ -65,7 +65,8 @@ def main(arguments: Sequence[str]) -> int:
     _log.info("restored", captures=restored, path=str(settings.path))
     if restore.damaged:
         _log.error(
-            "all but some captures are restored: the log names them. The store can be started", left_out=restore.damaged
+            "damaged captures are left out; the log names them. All others are restored, and the store can be started",
+            left_out=restore.damaged,
         )
     return 1 if restore.damaged else 0
 

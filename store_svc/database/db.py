@@ -191,7 +191,7 @@ class Txn:
         return int(self._raw.stat(self._tables[table])["entries"])
 
     def items(self, table: Table, prefix: bytes = b"") -> Iterator[tuple[bytes, memoryview]]:
-        """Yield the entries whose key starts with `prefix`, in key order. Not for frames; see `frames`."""
+        """Yield the entries whose key starts with `prefix`, in key order. Not for frames; see `frame_keys`."""
         return items(self._raw, self._tables[table], prefix)
 
     def next_key(self, table: Table, at: bytes) -> bytes | None:

@@ -39,7 +39,7 @@ class Kind:
                 raise InvalidRequest(
                     f"{self.first} and {other.capture_id} differ in {name}{values}. The captures of one {what} must "
                     "share model, adapter, encoding, reduction and before_steering, so that their rows mean the same. "
-                    f"Make {'an' if what[0] in 'aeiou' else 'a'} {what} for each kind.",
+                    f"Make one {what} for each kind.",
                     reason="INVALID_FIELD",
                 )
 
