@@ -174,7 +174,7 @@ def _add_credentials(parser: argparse.ArgumentParser) -> None:
         ("--client-cert", "FILE", "your own certificate, for mutual TLS (default: RESIDUUM_CLIENT_CERT)"),
         ("--client-key", "FILE", "your certificate's private key (default: RESIDUUM_CLIENT_KEY)"),
     ):
-        group.add_argument(flag, metavar=metavar, help=text)
+        group.add_argument(flag, type=_not_empty, metavar=metavar, help=text)
     group.add_argument(
         "--tls",
         action="store_true",
@@ -187,6 +187,13 @@ def _add_credentials(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="allow sending a token to another machine in plain text (default: RESIDUUM_INSECURE, or refuse)",
     )
+
+
+def _not_empty(text: str) -> str:
+    """Return a text that is not empty, as that of an unset variable of a shell is."""
+    if not text:
+        raise argparse.ArgumentTypeError("the value is empty; give one, or leave the flag out")
+    return text
 
 
 def positive_count(text: str) -> int:

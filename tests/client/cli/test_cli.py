@@ -340,3 +340,12 @@ def test_flags_of_jobs_with_ray_that_do_not_fit(capsys, tmp_path, flags, what):
         main(["extract", "in.jsonl", "--output", str(tmp_path / "rows"), "--capture", "1", *flags])
     assert caught.value.code == 2
     assert what in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--token-file", "--tls-ca", "--tls-server-name", "--client-cert", "--client-key"])
+def test_empty_credentials_are_refused(cli, capsys, flag):
+    """An unset variable of a shell gives them. Without the CA, the client would connect in plain text."""
+    with pytest.raises(SystemExit) as caught:
+        cli("ls", flag, "")
+    assert caught.value.code == 2
+    assert f"argument {flag}: the value is empty" in capsys.readouterr().err

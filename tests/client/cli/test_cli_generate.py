@@ -65,7 +65,6 @@ def test_generate_sends_every_sampling_parameter(cli, peer, tmp_path):
         (["--capture", "1", "--positions", ""], "positions='' is unknown"),
         (["--capture", "1", "--sae", ""], "No sparse autoencoder can be read"),
         (["--capture", "1", "--features", ""], "--features"),
-        (["--token-file", ""], "token"),
         (["--presence-penalty", "3"], "presence_penalty must be from -2 to 2"),
     ],
 )
