@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import NamedTuple
 
 from residuum.v1 import capture_pb2, store_pb2
@@ -54,8 +55,13 @@ def load_catalog(
             catalog.open(loaded.capture, loaded.keys)
             damaged += loaded.damaged
     if damaged:
-        db.write(lambda txn: [txn.delete(Table.FRAMES, key) for key in damaged], reserve=True)
+        db.write(partial(_delete_frames, keys=damaged), reserve=True)
     return catalog
+
+
+def _delete_frames(txn: Txn, keys: list[bytes]) -> None:
+    for key in keys:
+        txn.delete(Table.FRAMES, key)
 
 
 class _Loaded(NamedTuple):
