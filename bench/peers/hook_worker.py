@@ -18,7 +18,7 @@ from torch import Tensor
 from bench.capture.worker_extension import WorkerExtension
 from inference_svc.taps.model.insertion import find_decoder_layers
 from inference_svc.taps.steps.layout import StepRows
-from inference_svc.taps.vllm import runner_v1, runner_v2
+from inference_svc.taps.vllm.runners import runner_v1, runner_v2
 
 EXTENSION = f"{__name__}.HookWorker"
 """The value of vLLM's `worker_extension_cls`."""

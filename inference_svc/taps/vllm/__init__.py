@@ -1,1 +1,1 @@
-"""The taps in vLLM: its worker classes, model runners, models and norms."""
+"""The taps in vLLM: its worker classes, its model runners (`runners/`) and the layers of its models (`layers/`)."""

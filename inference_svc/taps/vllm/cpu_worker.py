@@ -10,7 +10,7 @@ from typing import Any
 import vllm
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from inference_svc.taps.vllm import cpu_lora, cpu_seeds
+from inference_svc.taps.vllm.runners import cpu_lora, cpu_seeds
 from inference_svc.taps.vllm.worker import TappedWorker
 
 

@@ -16,7 +16,7 @@ from inference_svc.taps.model.logits_check import Explanation, LogitsCheck
 from inference_svc.taps.model.parts_check import middle_error, other_projections, sum_error
 from inference_svc.taps.model.structure import Structure, observe
 from inference_svc.taps.model.wide_places import PROJECTED
-from inference_svc.taps.vllm.experts import find_experts
+from inference_svc.taps.vllm.layers.experts import find_experts
 from residuum.v1 import capture_pb2
 
 if TYPE_CHECKING:

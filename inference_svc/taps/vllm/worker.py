@@ -29,12 +29,13 @@ from inference_svc.taps.points import RowShape
 from inference_svc.taps.ring_writer import ModelRows
 from inference_svc.taps.steps.capturing_ranks import CapturingRanks
 from inference_svc.taps.steps.runtimes import TapRuntimes
-from inference_svc.taps.vllm import norms, runner_v1, runner_v2, tensor_parallel
-from inference_svc.taps.vllm.attention import attention_of
 from inference_svc.taps.vllm.capture_path import CapturePath, points_of
 from inference_svc.taps.vllm.eager_runs import EagerRuns
+from inference_svc.taps.vllm.layers import norms, tensor_parallel
+from inference_svc.taps.vllm.layers.attention import attention_of
 from inference_svc.taps.vllm.limits import refuse_unsupported
 from inference_svc.taps.vllm.missing_names import IncompatibleEngineError
+from inference_svc.taps.vllm.runners import runner_v1, runner_v2
 from inference_svc.taps.vllm.watchdog import end_with
 from svc_common.logs import get_logger
 from svc_common.machine import machine_id

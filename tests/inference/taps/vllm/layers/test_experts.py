@@ -20,7 +20,7 @@ from inference_svc.taps.points import RowShape
 from inference_svc.taps.steps.layout import StepRows
 from inference_svc.taps.steps.runtime import TapRuntime
 from inference_svc.taps.vllm.capture_path import points_of
-from inference_svc.taps.vllm.experts import find_experts
+from inference_svc.taps.vllm.layers.experts import find_experts
 from residuum.v1 import capture_pb2
 from tests.inference.taps_support import CPU, select
 

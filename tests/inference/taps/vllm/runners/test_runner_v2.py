@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from inference_svc.taps.vllm.missing_names import IncompatibleEngineError
-from inference_svc.taps.vllm.runner_v2 import attach
+from inference_svc.taps.vllm.runners.runner_v2 import attach
 
 
 @dataclass

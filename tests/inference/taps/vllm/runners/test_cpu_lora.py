@@ -9,8 +9,8 @@ import torch
 from vllm.lora.ops.torch_ops import lora_ops
 from vllm.lora.punica_wrapper import punica_cpu
 
-from inference_svc.taps.vllm import cpu_lora
 from inference_svc.taps.vllm.missing_names import IncompatibleEngineError
+from inference_svc.taps.vllm.runners import cpu_lora
 
 NAMES = ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice")
 ADAPTERS = torch.randn(2, 1, 3, 5, generator=torch.Generator().manual_seed(1))

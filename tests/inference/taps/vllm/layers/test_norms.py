@@ -16,7 +16,7 @@ from inference_svc.taps.plan import Kind
 from inference_svc.taps.points import TapPoints
 from inference_svc.taps.steps.layout import NOWHERE, StepLayout
 from inference_svc.taps.steps.programs import Program, Step
-from inference_svc.taps.vllm.norms import can_fold, fold
+from inference_svc.taps.vllm.layers.norms import can_fold, fold
 from tests.inference.taps_support import CPU
 
 WIDTH, POINT = 64, 1

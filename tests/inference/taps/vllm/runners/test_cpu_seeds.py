@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from inference_svc.taps.vllm.cpu_seeds import attach
 from inference_svc.taps.vllm.missing_names import IncompatibleEngineError
+from inference_svc.taps.vllm.runners.cpu_seeds import attach
 
 
 class Runner:

@@ -8,7 +8,7 @@ import torch
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionType
 
-from inference_svc.taps.vllm.tensor_parallel import copies_of_keys, join_numbers, num_ranks
+from inference_svc.taps.vllm.layers.tensor_parallel import copies_of_keys, join_numbers, num_ranks
 
 if TYPE_CHECKING:
     from torch import nn

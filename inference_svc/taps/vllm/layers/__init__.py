@@ -1,0 +1,1 @@
+"""Layers of vLLM's models: attention, experts and norms, and how tensor-parallel ranks share them."""
