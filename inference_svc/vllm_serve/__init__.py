@@ -15,17 +15,17 @@ of the inference service. The front end does the work of the service's own proce
   looks like an abort.
 * `plugin` wraps three methods of AsyncLLM. In an engine with another worker class it only refuses requests that ask for
   captures or steering. If vLLM lacks what the plugin needs, or does not load it, the worker refuses to start.
-* `xargs` reads the spec. It removes a plan that a caller sends under the plan's own name, because the worker trusts
-  plans.
-* `front` checks each request in the call of `generate` (`request_admission`), before an endpoint begins its answer. So
-  a bad spec gets status 400, also for a stream. Only requests in the first moments, before the workers have described
-  themselves, are checked in their answer.
-* `request_runner` opens the capture before the caller gets anything, and seals it however the request ends.
+* `requests/xargs` reads the spec. It removes a plan that a caller sends under the plan's own name, because the worker
+  trusts plans.
+* `front` checks each request in the call of `generate` (`requests/request_admission`), before an endpoint begins its
+  answer. So a bad spec gets status 400, also for a stream. Only requests in the first moments, before the workers have
+  described themselves, are checked in their answer.
+* `requests/request_runner` opens the capture before the caller gets anything, and seals it however the request ends.
 * Each sequence is a request of its own in vLLM, and asks for output step by step, so its tokens are known whenever it
-  ends. `outputs` gives callers what vLLM would have given them.
-* `scored_streams` judges each output by its scores (`session/scores/rules.py`), and may end a sequence. The worker
-  makes the memory of the scores; the API servers open it and divide it among them. vLLM's answers have no room for
-  scores, so a middleware adds them to the JSON (`score_fields`).
+  ends. `requests/outputs` gives callers what vLLM would have given them.
+* `requests/scored_streams` judges each output by its scores (`session/scores/rules.py`), and may end a sequence. The
+  worker makes the memory of the scores; the API servers open it and divide it among them. vLLM's answers have no room
+  for scores, so a middleware adds them to the JSON (`score_fields`).
 * `delivery` has an event loop of its own, in a thread: vLLM stops its engine in a plain function, on the loop that
   serves HTTP.
 * With several API servers, the first one starts the shippers and runs the self-test; a file beside the control sockets

@@ -1,8 +1,8 @@
 """The front end inside vLLM's API server. It does for `vllm serve` what the process of the inference service does.
 
 A request without residuum's arguments passes unchanged. Any other request is checked before vLLM's endpoint begins its
-answer (`request_admission`), so that an invalid request gets status 400. `request_runner` opens its capture, and seals
-it no matter how the request ends.
+answer (`requests/request_admission`), so that an invalid request gets status 400. `requests/request_runner` opens its
+capture, and seals it no matter how the request ends.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from inference_svc.requests.registry import RequestRegistry
 from inference_svc.resources.score_board import ScoreBoard
 from inference_svc.taps.scores import open_board
 from inference_svc.vllm_serve.delivery import Delivery
-from inference_svc.vllm_serve.refusals import as_http_errors
-from inference_svc.vllm_serve.request_admission import ReceivedRequest, RequestAdmission
-from inference_svc.vllm_serve.request_runner import RequestRunner
-from inference_svc.vllm_serve.score_fields import current_answer
-from inference_svc.vllm_serve.shared_vectors import RequestVectors, SharedVectors
-from inference_svc.vllm_serve.startup import Startup, UntappedLLM, folder_of
-from inference_svc.vllm_serve.xargs import (
+from inference_svc.vllm_serve.requests.refusals import as_http_errors
+from inference_svc.vllm_serve.requests.request_admission import ReceivedRequest, RequestAdmission
+from inference_svc.vllm_serve.requests.request_runner import RequestRunner
+from inference_svc.vllm_serve.requests.xargs import (
     ResiduumArguments,
     check_argument_names,
     has_residuum_arguments,
     read_residuum_arguments,
     without_residuum_arguments,
 )
+from inference_svc.vllm_serve.score_fields import current_answer
+from inference_svc.vllm_serve.shared_vectors import RequestVectors, SharedVectors
+from inference_svc.vllm_serve.startup import Startup, UntappedLLM, folder_of
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import inference_pb2
 from svc_common.logs import get_logger

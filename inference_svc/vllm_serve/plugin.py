@@ -134,8 +134,8 @@ def _check_untapped(extra_args: Mapping[str, Any] | None) -> None:
     if [*extra_args] == [KEY]:  # each request of the inference service that captures or steers
         return
     from inference_svc.admission.fields import invalid
-    from inference_svc.vllm_serve.refusals import as_http_errors, http_error
-    from inference_svc.vllm_serve.xargs import check_argument_names
+    from inference_svc.vllm_serve.requests.refusals import as_http_errors, http_error
+    from inference_svc.vllm_serve.requests.xargs import check_argument_names
 
     with as_http_errors():
         check_argument_names(extra_args)

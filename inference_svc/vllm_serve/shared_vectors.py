@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from inference_svc.admission.specs import ResolvedSpec
     from inference_svc.resources.vector_cache import VectorCache
-    from inference_svc.vllm_serve.xargs import ResiduumArguments
+    from inference_svc.vllm_serve.requests.xargs import ResiduumArguments
 
 _CHECK_EVERY = 64
 """After how many new vectors the folder's size is checked: looking at thousands of files takes milliseconds."""

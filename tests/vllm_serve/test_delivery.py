@@ -13,7 +13,7 @@ from inference_svc.requests.registry import RequestRegistry
 from inference_svc.session.capture_session import CaptureSession
 from inference_svc.tap_settings import TapSettings
 from inference_svc.vllm_serve.delivery import Delivery
-from inference_svc.vllm_serve.refusals import as_http_errors, http_error
+from inference_svc.vllm_serve.requests.refusals import as_http_errors, http_error
 from residuum.rpc.errors import CODES, Failure, Reason
 from residuum.v1 import capture_pb2, selection_pb2, store_pb2, store_pb2_grpc, tensor_pb2
 from svc_common.launcher import start_store

@@ -12,7 +12,7 @@ from inference_svc.requests.registry import RequestRegistry
 from inference_svc.session.capture_session import CaptureSession
 from inference_svc.tap_settings import TapSettings
 from inference_svc.taps.vllm.worker import SETTINGS_VARIABLE
-from inference_svc.vllm_serve.outputs import CallerOutputs
+from inference_svc.vllm_serve.requests.outputs import CallerOutputs
 from inference_svc.vllm_serve.worker import ServedWorker
 from residuum.v1 import capture_pb2
 from tests.inference.service_support import FACTS

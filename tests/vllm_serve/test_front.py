@@ -19,11 +19,11 @@ from inference_svc.admission.rules_file import RulesFile
 from inference_svc.admission.steering import _check_site
 from inference_svc.tap_settings import TapSettings
 from inference_svc.vllm_serve.front import FrontEnd
-from inference_svc.vllm_serve.outputs import stopped_failure
-from inference_svc.vllm_serve.refusals import http_error
-from inference_svc.vllm_serve.request_admission import ReceivedRequest, capture_id
+from inference_svc.vllm_serve.requests.outputs import stopped_failure
+from inference_svc.vllm_serve.requests.refusals import http_error
+from inference_svc.vllm_serve.requests.request_admission import ReceivedRequest, capture_id
+from inference_svc.vllm_serve.requests.xargs import ResiduumArguments
 from inference_svc.vllm_serve.score_fields import Answer
-from inference_svc.vllm_serve.xargs import ResiduumArguments
 from residuum.rpc.errors import Failure
 from residuum.v1 import capture_pb2, inference_pb2
 from svc_common.machine import machine_id

@@ -16,7 +16,7 @@ from inference_svc.vllm_serve import front as front_module
 from inference_svc.vllm_serve import plugin
 from inference_svc.vllm_serve.delivery import Delivery
 from inference_svc.vllm_serve.front import FrontEnd
-from inference_svc.vllm_serve.outputs import stopped_failure
+from inference_svc.vllm_serve.requests.outputs import stopped_failure
 from residuum.rpc.errors import Failure
 from residuum.v1 import capture_pb2, store_pb2_grpc
 from tests.inference.service_support import CAPTURE, FACTS, FakeStore, listening

@@ -10,7 +10,7 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 import residuum
 from inference_svc.resources.score_board import ScoreMemory
-from inference_svc.vllm_serve.outputs import digest_of
+from inference_svc.vllm_serve.requests.outputs import digest_of
 from inference_svc.vllm_serve.score_fields import Answer, _current
 from residuum.v1 import capture_pb2, probe_pb2, rule_pb2
 from tests.session.faces import PROMPT, RANK, OpenAIFace, ScriptedStore

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from inference_svc.session.scores.rules import SequenceRules
     from inference_svc.session.scores.scoring import SequenceScores
     from inference_svc.session.sequences import GeneratedSequence
-    from inference_svc.vllm_serve.request_admission import AdmittedRequest, ReceivedRequest
+    from inference_svc.vllm_serve.requests.request_admission import AdmittedRequest, ReceivedRequest
     from residuum.v1 import capture_pb2
 
     Scored = tuple[Any, Delta | None]

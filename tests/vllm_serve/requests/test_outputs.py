@@ -12,7 +12,7 @@ from vllm.sampling_params import RequestOutputKind
 from inference_svc.requests.registry import Running
 from inference_svc.session.burst import Burst
 from inference_svc.session.sequences import GeneratedSequence
-from inference_svc.vllm_serve.outputs import CallerOutputs, merge_streams
+from inference_svc.vllm_serve.requests.outputs import CallerOutputs, merge_streams
 from residuum.rpc.errors import Failure
 from tests.inference.spec_support import spec_of
 from tests.session.faces import HeldBurst

@@ -10,9 +10,9 @@ import pytest
 from vllm.exceptions import VLLMValidationError
 
 import residuum
-from inference_svc.vllm_serve import xargs
 from inference_svc.vllm_serve.plugin import _check_untapped
-from inference_svc.vllm_serve.xargs import (
+from inference_svc.vllm_serve.requests import xargs
+from inference_svc.vllm_serve.requests.xargs import (
     check_argument_names,
     has_residuum_arguments,
     read_residuum_arguments,

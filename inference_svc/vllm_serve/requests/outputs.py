@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
-from inference_svc.vllm_serve.xargs import without_residuum_arguments
+from inference_svc.vllm_serve.requests.xargs import without_residuum_arguments
 from residuum.rpc.errors import Failure, Reason
 
 if TYPE_CHECKING:

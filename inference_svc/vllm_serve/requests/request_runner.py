@@ -25,9 +25,9 @@ from inference_svc.session.existing_capture import Stops, kept_sequences
 from inference_svc.session.scores.rules import sequence_rules
 from inference_svc.session.scores.scoring import scoring
 from inference_svc.session.steering_changes import SteeringChanges
-from inference_svc.vllm_serve.outputs import CallerOutputs, digest_of, kept_outputs, merge_streams
-from inference_svc.vllm_serve.refusals import as_http_errors
-from inference_svc.vllm_serve.scored_streams import record, record_kept, scored_stream
+from inference_svc.vllm_serve.requests.outputs import CallerOutputs, digest_of, kept_outputs, merge_streams
+from inference_svc.vllm_serve.requests.refusals import as_http_errors
+from inference_svc.vllm_serve.requests.scored_streams import record, record_kept, scored_stream
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from inference_svc.session.scores.rules import SequenceRules
     from inference_svc.session.scores.scoring import SequenceScores
     from inference_svc.vllm_serve.delivery import Delivery
-    from inference_svc.vllm_serve.request_admission import AdmittedRequest
+    from inference_svc.vllm_serve.requests.request_admission import AdmittedRequest
     from inference_svc.vllm_serve.shared_vectors import RequestVectors
 
     Generate = Callable[..., AsyncGenerator[Any]]

@@ -17,9 +17,9 @@ from residuum.wire.limits import MAX_ID_LENGTH, MAX_SEQUENCES
 if TYPE_CHECKING:
     from inference_svc.admission.admission import Admission
     from inference_svc.admission.specs import ResolvedSpec
+    from inference_svc.vllm_serve.requests.xargs import ResiduumArguments
     from inference_svc.vllm_serve.score_fields import Answer
     from inference_svc.vllm_serve.shared_vectors import RequestVectors
-    from inference_svc.vllm_serve.xargs import ResiduumArguments
 
 _NUMBERED = re.compile("(cmpl-.+)-([0-9]+)|(resp_.+)_([0-9]+)", re.DOTALL)
 """The ID that vLLM gives a prompt of a completion, or a turn of a response: the answer's `id`, and the number."""

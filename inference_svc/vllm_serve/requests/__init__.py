@@ -1,0 +1,1 @@
+"""One request in vLLM's API server: its arguments, its checks, its run, and what its caller gets."""
