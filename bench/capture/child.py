@@ -18,9 +18,12 @@ import uvloop
 from vllm.platforms import current_platform
 
 from bench.capture.results import Iteration, Memory, Run
-from bench.capture.sinks import Arrived, CaptureSink, Fetcher, RingSink, RowsMissingError, StoreSink
+from bench.capture.sinks.fetcher import Fetcher
+from bench.capture.sinks.ring_sink import RingSink
+from bench.capture.sinks.sink import Arrived, CaptureSink, RowsMissingError
+from bench.capture.sinks.store_sink import StoreSink
 from bench.capture.subjects import StockSubject, Subject, TappedSubject, digest, generate_batch
-from bench.capture.worker_extension import EXTENSION
+from bench.capture.workers.extension import EXTENSION
 from bench.capture.workload import Job, Mode, Runner, Vectors, Workload, iterations_per_turn, turns
 from bench.machine import used_mib
 from bench.memory import peak_mib

@@ -14,7 +14,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from bench.capture import noop_taps
+from bench.capture.workers import noop_taps
 from inference_svc.engine.arguments import engine_arguments
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.facts import model_runner

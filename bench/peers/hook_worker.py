@@ -15,7 +15,7 @@ import torch
 import vllm
 from torch import Tensor
 
-from bench.capture.worker_extension import WorkerExtension
+from bench.capture.workers.extension import WorkerExtension
 from inference_svc.taps.model.insertion import find_decoder_layers
 from inference_svc.taps.steps.layout import StepRows
 from inference_svc.taps.vllm.runners import runner_v1, runner_v2

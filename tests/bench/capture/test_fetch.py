@@ -2,7 +2,8 @@
 
 import pytest
 
-from bench.capture.sinks import Arrived, Fetcher
+from bench.capture.sinks.fetcher import Fetcher
+from bench.capture.sinks.sink import Arrived
 from bench.processes import RunFailedError
 from bench.store.captures import Shape
 from bench.store.lane import running_lane

@@ -2,8 +2,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench.capture.ring_consumer import Tally
-from bench.capture.sinks import Arrived, RingSink, RowsMissingError
+from bench.capture.sinks.ring_consumer import Tally
+from bench.capture.sinks.ring_sink import RingSink
+from bench.capture.sinks.sink import Arrived, RowsMissingError
 from bench.processes import RunFailedError
 from inference_svc.shipping.worker.producer import RingProducer
 from residuum.v1 import capture_pb2, store_pb2, tensor_pb2

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-_WORKERS = {kind: f"bench.capture.noop_{kind}_worker.NoopWorker" for kind in ("cpu", "cuda")}
+_WORKERS = {kind: f"bench.capture.workers.noop_{kind}.NoopWorker" for kind in ("cpu", "cuda")}
 
 
 class NoopTap:

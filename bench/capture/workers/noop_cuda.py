@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.capture.noop_taps import NoopTaps
+from bench.capture.workers.noop_taps import NoopTaps
 from inference_svc.taps.vllm.gpu_worker import TappedGpuWorker
 
 

@@ -1,8 +1,8 @@
 """Receives every extent of the rings, counts its rows, and frees it.
 
-`RingSink` starts `python -m bench.capture.ring_consumer SITES LAYERS POSITIONS SOCKET...`. It is a separate process, so
-that it and the engine's front end never wait for each other. It answers each line of JSON on standard input with a line
-on standard output, and ends when standard input ends.
+`RingSink` starts `python -m bench.capture.sinks.ring_consumer SITES LAYERS POSITIONS SOCKET...`. It is a separate
+process, so that it and the engine's front end never wait for each other. It answers each line of JSON on standard input
+with a line on standard output, and ends when standard input ends.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Fetches captures into arrays with residuum's client, in a separate process, like a user's program.
 
-`sinks.Fetcher` starts `python -m bench.capture.fetch_client STORE...`. It reads lines of JSON from standard
-input, {"fetch": capture IDs}. It answers each on standard output once it holds every row, and then releases the rows.
+`Fetcher` starts `python -m bench.capture.sinks.fetch_client STORE...`. It reads lines of JSON from standard input,
+{"fetch": capture IDs}. It answers each on standard output once it holds every row, and then releases the rows.
 """
 
 from __future__ import annotations

@@ -1,17 +1,13 @@
-"""The destinations of captured rows. Each verifies that all rows arrived.
-
-Of a sink's methods, only `complete` runs within the measured time.
-"""
+"""The destination for rows that go to stores."""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from google.protobuf.duration_pb2 import Duration
 
-from bench.processes import Helper
+from bench.capture.sinks.sink import Arrived, RowsMissingError
 from inference_svc.shipping.supervisor import ShipperSupervisor
 from inference_svc.taps.plan import RowEncoding
 from residuum.rpc.channels import open_aio_channel
@@ -26,44 +22,6 @@ if TYPE_CHECKING:
 _STOP_SECONDS = 10.0
 _END_SECONDS = 60
 _SEALS_AT_ONCE = 32
-
-
-class RowsMissingError(RuntimeError):
-    """A capture is not complete, so the run is invalid."""
-
-
-@dataclass(frozen=True)
-class Arrived:
-    """The rows of some captures that arrived."""
-
-    rows: int
-    num_bytes: int
-
-
-class CaptureSink(Protocol):
-    """Receives the captured rows of a tapped engine."""
-
-    knows_complete: bool
-    """Whether `complete` waits. Captures that end at the ring never become COMPLETE."""
-
-    async def start(self) -> None:
-        """Begin to receive rows."""
-
-    async def begin(self, prompts: Mapping[str, Sequence[int]], encoding: RowEncoding | None = None) -> None:
-        """Expect captures. `prompts` are the prompts by capture ID; `encoding` None means raw."""
-
-    async def complete(self, replies: Mapping[str, Sequence[int]]) -> None:
-        """Seal the captures with these replies, and wait until each is COMPLETE. This time is measured."""
-
-    async def finish(self, replies: Mapping[str, Sequence[int]]) -> Arrived:
-        """Return the number of rows that arrived of the captures with these replies.
-
-        Raises:
-            RowsMissingError: A row is missing.
-        """
-
-    async def stop(self) -> None:
-        """Stop receiving rows."""
 
 
 class StoreSink:
@@ -177,63 +135,3 @@ class StoreSink:
         )
         description.request_time.GetCurrentTime()
         return description
-
-
-class RingSink:
-    """Consumes the rings in a separate process, which counts the rows of each extent and frees it.
-
-    See `ring_consumer`.
-    """
-
-    knows_complete = False
-
-    def __init__(self, facts: ModelFacts, rows_per_request: int, layers: Sequence[int]) -> None:
-        """Expect rows of some layers."""
-        sites = ",".join(str(int(site)) for site in facts.sites)
-        self._arguments = [sites, ",".join(map(str, layers)), str(rows_per_request), *facts.control_paths]
-        self._consumer: Helper | None = None
-
-    async def start(self) -> None:
-        """See `CaptureSink`."""
-        self._consumer = await asyncio.to_thread(Helper, "bench.capture.ring_consumer", self._arguments)
-
-    async def begin(self, prompts: Mapping[str, Sequence[int]], encoding: RowEncoding | None = None) -> None:
-        """See `CaptureSink`."""
-        del encoding  # the headers of the extents have it
-        await self._ask({"begin": list(prompts)})
-
-    async def complete(self, replies: Mapping[str, Sequence[int]]) -> None:
-        """See `CaptureSink`. There is nothing to wait for."""
-
-    async def finish(self, replies: Mapping[str, Sequence[int]]) -> Arrived:
-        """See `CaptureSink`. The engine has been drained: every extent was counted before its Done."""
-        del replies  # their lengths were checked already
-        counted = await self._ask({"finish": True})
-        if counted["missing"] or counted["lost"]:
-            raise RowsMissingError(f"rows are missing of {counted['missing']}; lost: {counted['lost'] or 'none'}")
-        return Arrived(counted["rows"], counted["num_bytes"])
-
-    async def stop(self) -> None:
-        """See `CaptureSink`."""
-        if self._consumer:
-            await asyncio.to_thread(self._consumer.stop)
-
-    async def _ask(self, request: dict[str, Any]) -> Any:
-        assert self._consumer is not None  # noqa: S101 - it was started
-        return await asyncio.to_thread(self._consumer.call, request)
-
-
-class Fetcher:
-    """A client in a separate process that fetches captures like a user's program; see `fetch_client`."""
-
-    def __init__(self, stores: Sequence[str]) -> None:
-        """Start the client. `stores` are host:port or name=host:port."""
-        self._client = Helper("bench.capture.fetch_client", stores)
-
-    async def fetch(self, capture_ids: Sequence[str]) -> Arrived:
-        """Wait until the client holds every row of these captures. They may still be open."""
-        return Arrived(**await asyncio.to_thread(self._client.call, {"fetch": list(capture_ids)}))
-
-    async def stop(self) -> None:
-        """Stop the client."""
-        await asyncio.to_thread(self._client.stop)

@@ -1,0 +1,1 @@
+"""What benchmarks put into vLLM's workers: methods that they call there, and taps that do nothing."""
