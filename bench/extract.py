@@ -30,7 +30,7 @@ from bench.output import Bar
 from bench.parts import Part, run_parts
 from bench.rates import compared, shown
 from bench.service.load import Load
-from residuum.exports.safetensors import header
+from residuum.exports.writers.safetensors import header
 from residuum.extraction import shards
 from residuum.extraction.shards import ShardInfo
 from residuum.training import ActivationBatches

@@ -29,7 +29,7 @@ from bench.processes import RunFailedError, run_child
 from bench.rates import by_round, spread
 from bench.suite.results import reason
 from inference_svc.settings import InferenceSettings
-from residuum.exports.safetensors import header
+from residuum.exports.writers.safetensors import header
 
 STOCK, OURS = "AsyncLLM", "residuum extract"
 LEAST_RATE = 0.9

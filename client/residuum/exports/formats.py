@@ -50,7 +50,7 @@ class Format:
                 raise ImportError(
                     f"Exports to {self.name} need the package {self.package}: {install_extra(self.extra)}."
                 ) from None
-        write: Write = importlib.import_module(f"residuum.exports.{self.name}").write
+        write: Write = importlib.import_module(f"residuum.exports.writers.{self.name}").write
         return write
 
 

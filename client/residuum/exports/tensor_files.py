@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from residuum.exceptions import InvalidRequest
 from residuum.exports.parts import prefix
-from residuum.exports.safetensors import FORMAT
+from residuum.exports.writers.safetensors import FORMAT
 from residuum.values.captures.blocks import AnyBlock, Block, EncodedBlock
 from residuum.values.captures.manifest import Manifest
 from residuum.values.tensors.files import Arrays, read_safetensors

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from residuum.exceptions import InvalidRequest
-from residuum.exports.safetensors import DTYPES, header
+from residuum.exports.writers.safetensors import DTYPES, header
 from residuum.extraction.inputs.prompts import Item
 from residuum.values.captures.activations import Activations
 from residuum.values.replies.generation import Reply

@@ -14,7 +14,7 @@ import numpy as np
 from residuum.exports.arrow import KEYS, batches_of, check_width, schema_of
 from residuum.exports.formats import Advance
 from residuum.exports.parts import portable
-from residuum.exports.safetensors import FORMAT
+from residuum.exports.writers.safetensors import FORMAT
 
 if TYPE_CHECKING:
     from residuum.values.captures.activations import Activations

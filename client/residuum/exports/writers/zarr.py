@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from residuum.exports.formats import Advance
 from residuum.exports.parts import Selection, portable, selections, slices
-from residuum.exports.safetensors import FORMAT
+from residuum.exports.writers.safetensors import FORMAT
 
 if TYPE_CHECKING:
     from residuum.values.captures.activations import Activations
