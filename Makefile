@@ -103,8 +103,8 @@ build/triton-%/stamp: | $(UV) .venv/bin/python
 
 test-triton: setup $(TRITONS:%=build/triton-%/stamp) ## Compile the GPU's kernels and check their launches with each version of Triton that users have
 	@for version in $(TRITONS); do echo "Triton $$version" && RESIDUUM_TEST_KERNELS=all PYTHONPATH=build/triton-$$version $(BIN)/python -m pytest \
-		tests/inference/taps/gpu/test_compiled_kernels.py tests/inference/taps/gpu/test_launching.py \
-		tests/inference/taps/gpu/test_prepared.py $(ARGS) || exit 1; done
+		tests/inference/taps/gpu/kernels/test_compiled_kernels.py tests/inference/taps/gpu/kernels/test_launching.py \
+		tests/inference/taps/gpu/kernels/test_prepared.py $(ARGS) || exit 1; done
 
 test-languages: setup model ## Compare the examples in other languages with Python's client, row by row; needs their toolchains
 	RESIDUUM_TEST_LANGUAGES=required $(BIN)/python -m pytest tests/languages $(ARGS)

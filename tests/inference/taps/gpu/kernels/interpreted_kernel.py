@@ -37,7 +37,7 @@ from inference_svc.taps.steps.programs import Program, Step
 from residuum.v1 import capture_pb2
 from residuum.wire.limits import MAX_PROBE_OUTPUTS
 from tests.inference.taps import steering_cases as steering
-from tests.inference.taps.gpu.lone_adds import check_lone_adds, norm
+from tests.inference.taps.gpu.kernels.lone_adds import check_lone_adds, norm
 
 LAYERS, ROWS, CPU = 3, 12, torch.device("cpu")
 POINTS = TapPoints(0, LAYERS)

@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 
 from inference_svc.taps.gpu import score_copies
 from inference_svc.taps.gpu.kernels import prepared, resident
-from tests.inference.taps.gpu.test_launching import TABLES, TYPES, bare, fresh, rows_of
+from tests.inference.taps.gpu.kernels.test_launching import TABLES, TYPES, bare, fresh, rows_of
 
 __all__ = ["bare", "fresh"]
 pytestmark = [pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION"), pytest.mark.usefixtures("fresh")]

@@ -17,7 +17,7 @@ BOUNDS = {"float32": 1e-6, "bfloat16": 2**-6, "float16": 2**-9}
 @pytest.mark.parametrize("dtype", BOUNDS)
 def test_the_kernel_agrees_with_the_cpu_and_its_steering_with_float64(dtype: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.inference.taps.gpu.interpreted_kernel", dtype],
+        [sys.executable, "-m", "tests.inference.taps.gpu.kernels.interpreted_kernel", dtype],
         cwd=ROOT,
         check=True,
         stdout=subprocess.PIPE,
