@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 
 from inference_svc.captures.batches import Batches, together
 from inference_svc.captures.store_link import CallError
-from residuum.rpc.errors import Failure, failure_from_rpc_error
+from residuum.rpc.errors import Failure
 from residuum.rpc.methods import SEAL_CAPTURE, SEAL_CAPTURES
 from residuum.v1 import store_pb2
 from svc_common.backoff import Backoff
@@ -142,9 +142,4 @@ def _cause(error: Exception) -> str:
 def _is_final(error: Exception) -> bool:
     if isinstance(error, Failure):
         return error.code in _FINAL
-    if not isinstance(error, grpc.aio.AioRpcError):
-        return False
-    if error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED:
-        # A store without room answers with a reason. Without one, gRPC refused the message: the seal is too large.
-        return failure_from_rpc_error(error) is None
-    return error.code() in _FINAL
+    return isinstance(error, grpc.aio.AioRpcError) and error.code() in _FINAL

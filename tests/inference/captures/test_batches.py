@@ -470,6 +470,29 @@ async def test_seals_share_calls_and_only_a_failed_one_is_repeated(keeper, store
     ]  # fmt: skip
 
 
+class BusyStore(FakeStore):
+    """Refuses the first call that seals captures."""
+
+    is_busy = True
+
+    async def SealCaptures(self, request, context):
+        if self.is_busy:
+            self.is_busy = False
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "Concurrent RPC limit exceeded!")
+        return await super().SealCaptures(request, context)
+
+
+async def test_seals_that_a_busy_store_refuses_are_repeated():
+    """If a store already serves as many calls as it may, gRPC itself refuses one, without a reason of the contract."""
+    store = BusyStore()
+    async with listening(ADD, store) as endpoint:
+        keeper = CaptureKeeper(StoreAddress("a", endpoint))
+        seal(keeper, *"ab")
+        await until(lambda: not keeper.num_seals)
+        assert sorted(item.capture_id for item in store.seals) == ["a", "b"]
+        await keeper.close(DEADLINE)
+
+
 @pytest.mark.parametrize("reason", [NEWER, Reason.ERROR_REASON_NOT_SERVING])
 async def test_a_seal_that_is_refused_for_an_unknown_reason_or_by_a_stopping_store_is_repeated(keeper, store, reason):
     store.reasons["b"] = reason
