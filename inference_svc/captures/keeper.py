@@ -40,6 +40,8 @@ class CaptureKeeper:
         self._openings = Openings(self._link)
         self._sealings = Sealings(self._link)
         self._opening: dict[str, Opening] = {}
+        self._unanswered: set[str] = set()
+        """Captures that the store may still open although nobody waits for it any more. Each is sealed."""
         self._seals: set[asyncio.Task[None]] = set()
         self._open: set[str] = set()
         self._lease_seconds = 0.0
@@ -117,7 +119,7 @@ class CaptureKeeper:
         path = tenant_path(description.tenant, description.capture_id, description.attempt)
         self._open.add(path)
         self._opening[path] = opening
-        opening.answer.add_done_callback(lambda _: self._opening.pop(path, None))
+        opening.answer.add_done_callback(partial(self._end_opening, path))
         try:
             answer = await self._openings.open(opening)
         except Failure as failure:
@@ -147,6 +149,7 @@ class CaptureKeeper:
         self._seals.add(task)
         task.add_done_callback(self._seals.discard)
         task.add_done_callback(lambda _: self._open.discard(path))
+        task.add_done_callback(lambda _: self._unanswered.discard(path))
 
     async def close(self, grace_seconds: float) -> None:
         """Wait up to the grace for seals in progress, then disconnect."""
@@ -169,6 +172,11 @@ class CaptureKeeper:
         earlier = {task for task in self._seals if task.get_name() == name}
         if earlier:
             await asyncio.wait(earlier, timeout=OPEN_SECONDS)
+
+    def _end_opening(self, path: str, answer: asyncio.Future[store_pb2.OpenCaptureResponse]) -> None:
+        self._opening.pop(path, None)
+        if not answer.cancelled() and isinstance(answer.exception(), NoAnswerError):
+            self._unanswered.add(path)
 
     def _hold_lease(self, service: str, lease: Duration) -> None:
         """Renew the lease until no capture is open. A store that names no duration is older, and needs no lease."""
@@ -208,7 +216,7 @@ class CaptureKeeper:
             await asyncio.wait([opening.answer])
             if opening.answer.cancelled() or opening.made_nothing:  # it was never sent, or refused
                 return
-        await self._sealings.seal(request)
+        await self._sealings.seal(request, may_come=path in self._unanswered)
 
 
 async def _renew(

@@ -32,6 +32,9 @@ _SEAL_SECONDS = 10.0
 _FIRST_DELAY_SECONDS = 0.1
 _LONGEST_DELAY_SECONDS = 5.0
 
+_TRIES_TO_COME = 6
+"""How often a seal that the store does not know is repeated if its open had no answer: for at least 3 s."""
+
 _FINAL = (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT)
 """Failures of a seal that no retry can mend: the capture was deleted or has ended, or the seal is malformed."""
 
@@ -59,13 +62,22 @@ class Sealings:
         self._link = link
         self._batches = Batches(self._send)
 
-    async def seal(self, request: store_pb2.SealCaptureRequest) -> None:
-        """Seal a capture, and retry until the store answers."""
+    async def seal(self, request: store_pb2.SealCaptureRequest, *, may_come: bool = False) -> None:
+        """Seal a capture, and retry until the store answers.
+
+        Args:
+            request: The seal.
+            may_come: The open had no answer, so a capture that the store does not know may still come: a store that
+                stood still for a while carries out the calls of that time in any order.
+        """
         backoff = Backoff(_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS)
         has_failed = False
+        tries_left = _TRIES_TO_COME if may_come else 0
         while (error := await self._try(request)) is not None:
             cause = _cause(error)
-            if _is_final(error):
+            is_coming = _code(error) == grpc.StatusCode.NOT_FOUND and tries_left > 0
+            tries_left -= is_coming
+            if _is_final(error) and not is_coming:
                 self._log_seal("capture not sealed", request, cause)
                 return
             if not isinstance(error, Failure):  # those of captures have been noted
@@ -140,6 +152,10 @@ def _cause(error: Exception) -> str:
 
 
 def _is_final(error: Exception) -> bool:
+    return _code(error) in _FINAL
+
+
+def _code(error: Exception) -> grpc.StatusCode | None:
     if isinstance(error, Failure):
-        return error.code in _FINAL
-    return isinstance(error, grpc.aio.AioRpcError) and error.code() in _FINAL
+        return error.code
+    return error.code() if isinstance(error, grpc.aio.AioRpcError) else None

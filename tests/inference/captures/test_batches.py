@@ -14,6 +14,7 @@ from structlog.testing import capture_logs
 
 from inference_svc.captures import keeper as keeper_module
 from inference_svc.captures import opening as opening_module
+from inference_svc.captures import sealing as sealing_module
 from inference_svc.captures.batches import Batches, together
 from inference_svc.captures.keeper import CaptureKeeper
 from inference_svc.captures.opening import Opening
@@ -443,6 +444,46 @@ async def test_an_open_without_a_result_fails_and_its_capture_is_sealed():
         assert keeper.is_avoided
         await store.until(lambda: [item.capture_id for item in store.seals] == ["b"])
         await keeper.close(DEADLINE)
+
+
+class LateStore(SilentStore):
+    """Opens a capture some time after its call has ended without an answer: at its third seal."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked = []
+
+    async def SealCapture(self, request, context):
+        self.asked.append(request.capture_id)
+        if self.asked.count(request.capture_id) < 3:
+            raise Failure(Reason.ERROR_REASON_UNKNOWN_CAPTURE, "scripted")
+        return await super().SealCapture(request, context)
+
+
+async def test_a_capture_that_comes_after_its_open_had_no_answer_is_sealed():
+    """A store that stood still carries out the calls of that time in any order. Nothing else would end the capture."""
+    store = LateStore()
+    async with listening(ADD, store) as endpoint:
+        keeper = CaptureKeeper(StoreAddress("a", endpoint))
+        results = await asyncio.gather(*start(keeper, "a", "b"), return_exceptions=True)
+        assert [type(result) for result in results] == [type(None), NoAnswerError]
+        seal(keeper, "a", "b")
+        await until(lambda: not keeper.num_seals)
+        assert [item.capture_id for item in store.seals] == ["b"]
+        assert store.asked.count("a") == 1, "it was open, so it has been deleted"
+        assert not keeper._unanswered
+        await keeper.close(DEADLINE)
+
+
+async def test_the_seal_of_a_capture_that_never_comes_is_given_up(keeper, store, monkeypatch):
+    monkeypatch.setattr(sealing_module, "_LONGEST_DELAY_SECONDS", 0.01)
+    store.reasons["a"] = Reason.ERROR_REASON_NOT_SERVING
+    assert await outcomes(start(keeper, "a")) == [UNREACHABLE]
+    store.reasons["a"] = Reason.ERROR_REASON_UNKNOWN_CAPTURE
+    with capture_logs() as lines:
+        seal(keeper, "a")
+        await until(lambda: not keeper.num_seals)
+    assert [line["event"] for line in lines] == ["capture not sealed yet; the service retries", "capture not sealed"]
 
 
 async def test_opens_whose_call_is_cancelled_fail(keeper, store):
