@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,7 +51,10 @@ _OTHER_CALLS = 256
 _WATCH_SECONDS = 0.5
 _SEAL_SECONDS = 10.0
 _STOP_SECONDS = 5.0
+_CALL_SECONDS = 4.0
+_END_SECONDS = 1.0
 _KILL_SECONDS = 0.1
+_POLL_SECONDS = 0.05
 
 
 class EngineDiedError(RuntimeError):
@@ -219,10 +223,12 @@ class InferenceServer:
         await self._health.enter_graceful_shutdown()
         if self._parts is not None:
             await self._finish_requests(self._parts)
-        await server.stop(_STOP_SECONDS)
-        if self._parts is not None:
-            await self._hand_over(self._parts)
-            self._parts.engine.shutdown()
+        await server.stop(_CALL_SECONDS)
+        if (parts := self._parts) is not None:
+            # gRPC does not wait for the end of what it cancels, such as requests whose callers do not read.
+            await _until(lambda: not parts.places.num_taken, _END_SECONDS)
+            await self._hand_over(parts)
+            parts.engine.shutdown()
         if self._listener:
             self._listener.close()
         await asyncio.to_thread(self._stop_tracing)
@@ -248,20 +254,28 @@ class InferenceServer:
             _log.error("rows are left in the ring: their stores did not acknowledge them in time")
 
     async def _finish_requests(self, parts: Parts) -> None:
-        deadline = asyncio.get_running_loop().time() + self._settings.grace_seconds
-        if parts.registry.running and not parts.engine.is_dead:
-            _log.info("draining", running=len(parts.registry.running))
-        while parts.registry.running and not parts.engine.is_dead:
-            if asyncio.get_running_loop().time() >= deadline:
-                for running in parts.registry.running:
-                    running.abort()
-                return
-            await asyncio.sleep(0.05)
+        """Let requests end, also those whose prompt is still being read. Abort those that outlast the grace."""
+        places, engine = parts.places, parts.engine
+        if places.num_taken and not engine.is_dead:
+            _log.info("draining", running=places.num_taken)
+        if not await _until(lambda: not places.num_taken or engine.is_dead, self._settings.grace_seconds):
+            for running in parts.registry.running:
+                running.abort()
 
     async def _set_health(self, *, serving: bool) -> None:
         status = SERVING if serving else NOT_SERVING
         for name in ("", SERVICE):
             await self._health.set(name, status)
+
+
+async def _until(holds: Callable[[], bool], seconds: float) -> bool:
+    """Wait until a condition holds, at most this long, and return whether it does."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        if time.monotonic() >= deadline:
+            return False
+        await asyncio.sleep(_POLL_SECONDS)
+    return True
 
 
 async def _give_up(starting: asyncio.Task[Engine]) -> None:

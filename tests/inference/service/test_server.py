@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
 
 import residuum
 from inference_svc import server
+from inference_svc.engine.streams import Delta
 from inference_svc.server import InferenceServer
 from inference_svc.settings import InferenceSettings
-from residuum.v1 import capture_pb2
-from tests.inference.service_support import DEADLINE, FACTS, FakeEngine
+from residuum.rpc.channels import open_aio_channel
+from residuum.v1 import capture_pb2, inference_pb2_grpc, store_pb2_grpc
+from tests.inference.service_support import CAPTURE, DEADLINE, FACTS, FakeEngine, FakeStore, ask, listening, spec, until
 
 RULE = '[[rule]]\nname = "toxic"\nprobe = "one.safetensors"\nabove = 0.7\n'
 
@@ -87,3 +91,68 @@ def test_rules_that_do_not_fit_the_model_stop_the_service_and_its_engine(start, 
         start(RULE)
     (engine,) = start.engines
     assert engine.was_shut_down, "its processes would keep that of the service alive"
+
+
+@pytest.fixture
+async def serving(tmp_path, monkeypatch):
+    """Start a service on a fake engine and a fake store. Yields the engine, the store, a stub, and how to stop it."""
+    engine, store, port_file = FakeEngine(), FakeStore(), tmp_path / "port"
+    engine.is_dead, engine.shutdown, engine.drain = False, lambda: None, AsyncMock(return_value=True)
+    monkeypatch.setattr(server.Engine, "start", AsyncMock(return_value=engine))
+    monkeypatch.setattr(server, "self_test_replicas", AsyncMock())
+    monkeypatch.setattr(server, "_CALL_SECONDS", 0.2)
+    shippers = SimpleNamespace(start=AsyncMock(), stop=AsyncMock(), status=list)
+    monkeypatch.setattr(server.ShipperSupervisor, "from_settings", lambda *_: shippers)
+    async with listening(store_pb2_grpc.add_StoreServiceServicer_to_server, store) as endpoint:
+        settings = InferenceSettings(
+            model="tiny", listen="127.0.0.1:0", port_file=str(port_file), grace_seconds=1, store=[endpoint]
+        )
+        service = InferenceServer(settings, str(tmp_path))
+        running = asyncio.create_task(service.run())
+        await until(lambda: service.engine is not None)
+
+        async def stop():
+            service._stopping.set()
+            await asyncio.wait_for(running, DEADLINE)
+
+        async with open_aio_channel(f"127.0.0.1:{port_file.read_text().strip()}") as channel:
+            yield engine, store, inference_pb2_grpc.InferenceServiceStub(channel), stop
+
+
+async def test_a_request_whose_prompt_is_being_read_may_finish_within_the_grace(serving):
+    engine, _, stub, stop = serving
+    reads, may_go_on = asyncio.Event(), asyncio.Event()
+
+    async def tokenize(request):
+        reads.set()
+        await may_go_on.wait()
+        return [5, 6, 7]
+
+    engine.tokenize = tokenize
+    call = stub.Generate(ask())
+    await reads.wait()
+    stopping = asyncio.create_task(stop())
+    await asyncio.sleep(0.5)  # longer than gRPC waits for calls
+    may_go_on.set()
+    assert [event async for event in call][-1].HasField("finished")
+    await stopping
+
+
+async def test_the_captures_of_callers_that_do_not_read_are_sealed_before_the_service_ends(serving):
+    engine, store, stub, stop = serving
+
+    async def endless(call):
+        try:
+            while True:
+                await asyncio.sleep(0)
+                yield Delta(text="x" * 20_000, token_ids=[1])
+        finally:
+            await asyncio.sleep(0.2)  # the engine takes a while to stop a request
+
+    engine.script = endless
+    calls = [stub.Generate(ask(spec("", CAPTURE), max_tokens=60)) for _ in range(8)]
+    for call in calls:
+        await call.read()
+    await asyncio.sleep(0.5)  # until the service cannot send more
+    await stop()
+    assert [seal.outcome for seal in store.seals] == [capture_pb2.CAPTURE_STATE_ABORTED] * len(calls)
