@@ -17,8 +17,9 @@ request, which operations apply from which position (`RequestState` in taps/step
 * A change may reach a worker before its request does. The worker keeps the change under the request's name until the
   request is scheduled, or until it is told to forget it. It remembers the names of ended requests. With data
   parallelism, the change reaches every replica, and those without the request keep it until the request ends.
-* Changes of one request are sent one after the other. A change whose caller leaves before it is sent is not sent; once
-  it is sent, it is recorded whatever happens to the caller or the request.
+* Changes of one request are sent one after the other. But a rule overtakes a change that waits for room among the
+  active vectors: the rule's vectors are active, and the sequence goes on meanwhile. A change whose caller leaves before
+  it is sent is not sent; once it is sent, it is recorded whatever happens to the caller or the request.
 * The end of a request waits up to 5 s for the engine's answer to a change. If a step takes longer, it waits for the
   store, and the change applies after everything that is computed for the request.
 * All operations that a request has had must fit the taps' tables and the manifest together, because a step that
@@ -101,6 +102,8 @@ class SteeringChanges:
         """For each sequence, how many entries of the taps' tables each steering spec takes, by its serialized bytes.
         Empty until the first change."""
         self._changes: list[_Change] = []
+        self._turn = asyncio.Lock()
+        """Held by the change of a caller, also while it waits for room among the active vectors."""
         self._lock = asyncio.Lock()
         """Held from the check of a change until the change is recorded."""
         self._closed = asyncio.Event()
@@ -128,16 +131,18 @@ class SteeringChanges:
         Raises:
             Failure: There is no room for the change, or the request is ending.
         """
-        await self._lock.acquire()
-        try:
-            indices = range(len(self._sequences))
+        indices = range(len(self._sequences))
+        async with self._turn:
             self._check(steering, indices)
             added = self._vectors.add(digests_of(steering))
             await unless_interrupted(self._closed, self._running.ended_failure, added)
-        except BaseException:
-            self._lock.release()
-            raise
-        firsts = await self._applied(steering, indices)
+            await self._lock.acquire()
+            try:
+                self._check(steering, indices)  # a rule may have fired meanwhile
+            except BaseException:
+                self._lock.release()
+                raise
+            firsts = await self._applied(steering, indices)
         for sequence, first in zip(self._sequences, firsts, strict=True):
             if first is None:
                 await sequence.has_ended.wait()  # its last tokens may still be on their way here
@@ -180,9 +185,9 @@ class SteeringChanges:
         self._closed.set()
         for sequence in self._sequences:
             sequence.has_ended.set()
-        if self._lock.locked():
+        if self._turn.locked() or self._lock.locked():
             timer = asyncio.get_running_loop().call_later(_ANSWER_SECONDS, self._answer_timed_out.set)
-            async with self._lock:
+            async with self._turn, self._lock:
                 timer.cancel()
         if self._workers_remember:
             await self._forget()

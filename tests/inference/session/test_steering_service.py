@@ -15,7 +15,7 @@ from inference_svc.session import steering_changes
 from inference_svc.taps.plan import Kind
 from inference_svc.taps.vllm.worker import TappedWorker
 from residuum.rpc.errors import Failure, Reason, failure_from_rpc_error
-from residuum.v1 import capture_pb2, inference_pb2, selection_pb2, steering_pb2
+from residuum.v1 import capture_pb2, inference_pb2, rule_pb2, selection_pb2, steering_pb2
 from residuum.wire.limits import MAX_STEERING_CHANGES_BYTES
 from tests.inference.service_support import (
     ADD_JOY,
@@ -419,6 +419,27 @@ async def test_a_change_of_steering_waits_for_room_among_the_active_vectors(stor
             await read_all(stream)
             assert await asyncio.wait_for(changing, DEADLINE) == [0]
             changer.cancel()
+
+
+async def test_a_rule_does_not_wait_for_a_change_that_waits_for_room_among_the_active_vectors(store):
+    """The sequence goes on while the change waits, and the rule's vectors are active already."""
+    async with running_service(store.endpoint, max_active_vectors=2) as service:
+        await service.put(JOY, WOE, AWE)
+        async with generating(service, spec("holds", None, [add(WOE)])) as (stream, hand):
+            changer = service.stub.Generate(ask(spec("r", CAPTURE, [add(JOY)], updatable=True)))
+            await changer.read()
+            changing = asyncio.create_task(service.update("r", add(AWE)))
+            await until(lambda: service.parts.activator.num_waiting)
+            (changes,) = service.parts.runner._changes.values()
+            rule = rule_pb2.Rule(name="more", steering=steering_pb2.SteeringSpec(operations=[add(JOY)]))
+            assert await asyncio.wait_for(changes.add(0, rule), DEADLINE) == 0
+            assert not changing.done()
+            hand.token("holds#0", last=True)
+            await read_all(stream)
+            assert await asyncio.wait_for(changing, DEADLINE) == [0]
+            hand.token("r#0", last=True)
+            await read_all(changer)
+        assert [change.rule for change in (await store.seal()).steering_changes] == ["more", ""]
 
 
 async def test_the_steering_that_is_changed_keeps_its_vectors_until_the_request_ends(store):
