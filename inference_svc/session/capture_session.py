@@ -140,6 +140,7 @@ class CaptureSession:
         self.has_begun = False
         self.history: SteeringHistory | None = None
         self._opening: asyncio.Future[capture_pb2.CaptureManifest | None] | None = None
+        self._has_asked = False
         probes = running.spec.own_probes
         self.scores = KeptScores(len(probes.probes), num_sequences) if running.spec.capture and probes else None
 
@@ -183,7 +184,10 @@ class CaptureSession:
             self.existing = await asyncio.shield(opening)  # a caller that leaves does not break off the call
         except Failure as failure:
             self.has_begun = isinstance(failure, NoAnswerError)  # without an answer, the capture may exist
-            raise
+            # The call keeps the failure, whose traceback keeps the frames of the call and of this: break the cycles.
+            self._opening = None
+            del opening
+            raise failure.with_traceback(None) from None
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -191,7 +195,7 @@ class CaptureSession:
         """Seal the capture. Its outcome depends on the sequences, and on the exception that ended the request."""
         del kind, traceback
         if self._running.spec.capture is not None and self.existing is None and self.has_begun:
-            if self._opening is None:
+            if not self._has_asked:
                 self._open()  # rows may have been sent; the seal follows the open
             self._seal(error)
 
@@ -205,7 +209,9 @@ class CaptureSession:
         except asyncio.CancelledError:
             opening.cancel()
             raise
-        if opening.done() or self._running.spec.if_exists == capture_pb2.IF_EXISTS_SKIP:
+        is_over = opening.done()
+        del opening  # see `opened`
+        if is_over or self._running.spec.if_exists == capture_pb2.IF_EXISTS_SKIP:
             await self.opened()
 
     def _open(
@@ -213,6 +219,7 @@ class CaptureSession:
     ) -> asyncio.Future[capture_pb2.CaptureManifest | None]:
         """Start to open the capture."""
         spec = self._running.spec
+        self._has_asked = True
         opening = self._store().open(
             self._description(), is_new_id=not spec.request_id, if_exists=spec.if_exists, on_queued=on_queued
         )

@@ -33,6 +33,7 @@ from tests.inference.service_support import (
     stuck_after,
     texts_of,
     three_tokens,
+    until,
     vector,
 )
 
@@ -412,6 +413,27 @@ async def test_a_failed_request_leaves_no_garbage(service, capture):
         failed = weakref.ref(errors.pop())
         await asyncio.sleep(0)  # the end of its tasks
         assert failed() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+async def test_a_request_whose_capture_is_refused_leaves_no_garbage(service, store, monkeypatch, is_early):
+    ended, finish = [], service.registry.finish
+
+    def note(running, *, has_begun):
+        ended.append(weakref.ref(running))
+        finish(running, has_begun=has_begun)
+
+    monkeypatch.setattr(service.registry, "finish", note)
+    store.takes_early_rows = is_early
+    await service.events(ask(spec("before", CAPTURE)))  # then the service knows whether rows may come early
+    store.refuse = Reason.ERROR_REASON_CAPTURE_EXISTS
+    gc.collect()
+    gc.disable()
+    try:
+        assert (await failure_of(service.events(ask(spec("r", CAPTURE))))).reason_name == "CAPTURE_EXISTS"
+        await until(lambda: ended[1]() is None)
     finally:
         gc.enable()
 
