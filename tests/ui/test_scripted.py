@@ -302,6 +302,20 @@ def test_values_are_never_shown_under_another_title(scripted, address, visit):
     expect(heat.get_by_role("application")).to_have_count(0)
     expect(heat.get_by_role("button", name="CSV")).to_be_disabled()
     expect(heat.get_by_role("button", name="PNG")).to_be_disabled()
+    page = seen.open("directions", name="joy", layer=1)
+    search = page.get_by_role("region", name="Search")
+    search.get_by_role("button", name="Search").click()
+    expect(search.locator("mark").first).to_be_visible()
+    page.get_by_role("region", name="Tokens it promotes").get_by_label("Layer").select_option("2")
+    expect(search.get_by_role("heading")).to_contain_text("layer 2")
+    expect(search.locator("mark")).to_have_count(0)
+    page = seen.open("generate", s=columns([operation()]))
+    sweep = page.get_by_role("region", name="Dose and response")
+    sweep.get_by_label("Steps").fill("2")
+    sweep.get_by_role("button", name="Run the sweep").click()
+    expect(sweep.get_by_role("row")).to_have_count(3)
+    sweep.get_by_label("Projection at layer").select_option("5")
+    expect(sweep.get_by_role("heading", level=3).first).to_contain_text("onto joy at layer 3")
 
 
 def test_columns_of_several_positions_show_their_own_value(scripted, address, visit):

@@ -10,7 +10,7 @@ import { Plot } from "./plot.js";
 // `operation`: the one whose scale changes; undefined if no column has one. `body`: the prompt and the sampling.
 export function Sweep({ operation, directions, body }) {
   const [form, setForm] = useState({ from: -4, to: 4, steps: 9, layer: "" });
-  const [state, setState] = useState({ points: [], total: 0, error: null });
+  const [state, setState] = useState({ points: [], total: 0, error: null, asked: null });
   const [control, setControl] = useState(null);
   useEffect(() => () => control?.abort(), [control]);
   if (!operation) return null;
@@ -24,7 +24,7 @@ export function Sweep({ operation, directions, body }) {
     const scales = Array.from({ length: steps }, (_, index) => rounded(Number(form.from) + ((Number(form.to) - Number(form.from)) * index) / Math.max(steps - 1, 1)));
     const stop = new AbortController();
     setControl(stop);
-    setState({ points: [], total: steps, error: null });
+    setState({ points: [], total: steps, error: null, asked: { direction: operation.direction, layer } }); // the choices may change afterwards
     try {
       const { prompt, messages, sampling } = body;
       await stream("sweep", { body: { prompt, messages, sampling, operation: sent(operation), layer, scales }, signal: stop.signal,
@@ -33,7 +33,7 @@ export function Sweep({ operation, directions, body }) {
       if (error.name !== "AbortError") setState((before) => ({ ...before, error }));
     }
   };
-  const { points, total } = state;
+  const { points, total, asked } = state;
   const curve = (name) => [{ name, points: points.map((point) => [point.scale, point[name]]) }];
   return html`<section class="panel" aria-label="Dose and response"><div class="head"><h2>Dose and response of ${operation.direction}</h2></div>
     <form class="row" onSubmit=${run}>
@@ -48,7 +48,7 @@ export function Sweep({ operation, directions, body }) {
     ${isRunning && html`<p role="status"><progress max=${total} value=${points.length} aria-label="Scales that are done"></progress> ${points.length} of ${total} scales</p>`}
     <${Problem} error=${state.error} />
     ${points.length > 0 && html`<div class="pair">
-        <div><h3>Mean projection of the reply's rows at layer ${layer}</h3><${Plot} title="Mean projection by scale" xLabel="scale" yLabel="projection" curves=${curve("projection")} /></div>
+        <div><h3>Mean projection of the reply's rows onto ${asked.direction} at layer ${asked.layer}</h3><${Plot} title="Mean projection by scale" xLabel="scale" yLabel="projection" curves=${curve("projection")} /></div>
         <div><h3>Length of the reply</h3><${Plot} title="Length by scale" xLabel="scale" yLabel="tokens" curves=${curve("tokens")} /></div>
       </div>
       <div class="scroller"><table><thead><tr><th class="number" scope="col">Scale</th><th class="number" scope="col">Projection</th><th class="number" scope="col">Tokens</th><th scope="col">Text</th></tr></thead>

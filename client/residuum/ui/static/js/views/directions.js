@@ -178,16 +178,19 @@ function Search({ name, site, layer, state, change, about, folder }) {
   const measure = state.by || "projection";
   const where = state.where ?? "";
   const positions = state.start === "1" ? "" : "1:";
+  const asked = { layer, order, measure, where, positions };
   const search = async (event) => {
     event.preventDefault();
-    setResult({ value: null, error: null, isLoading: true });
+    setResult({ asked, value: null, error: null, isLoading: true });
     try {
-      setResult({ value: { measure, ...await post("search", { direction: name, layer, order, measure, where, positions, k: 100 }) }, error: null, isLoading: false });
+      setResult({ asked, value: await post("search", { direction: name, ...asked, k: 100 }), error: null, isLoading: false });
     } catch (error) {
-      setResult({ value: null, error, isLoading: false });
+      setResult({ asked, value: null, error, isLoading: false });
     }
   };
-  const hits = result.value?.hits ?? [];
+  // Tokens of another layer or measure would stand below a title that is not theirs.
+  const value = JSON.stringify(result.asked) === JSON.stringify(asked) ? result.value : null;
+  const hits = value?.hits ?? [];
   const code = `${connect(about)}direction = ${loadDirection(name, folder)}\nunit = direction[${layer}].values / direction[${layer}].norm\nprint(client.search(unit, layer=${layer}, k=100${site === "resid_post" ? "" : `, site=${literal(site)}`}, measure=${literal(measure)}, order=${literal(order)}${where && `, where=${literal(where)}`}${positions && `, positions=${literal(positions)}`}))`;
   return html`<section class="panel" aria-label="Search"><div class="head"><h2>Tokens in the stores that project most on layer ${layer}</h2></div>
     <form class="row" onSubmit=${search}>
@@ -199,11 +202,11 @@ function Search({ name, site, layer, state, change, about, folder }) {
       <button type="button" disabled=${!hits.length} onClick=${() => saveCsv(`${name}-search.csv`, [["score", "capture", "sequence", "position", "before", "token", "after"], ...hits.map((hit) => [hit.score, hit.id, hit.sequence, hit.position, hit.before, hit.token, hit.after])])}>CSV</button>
     </form>
     <${Problem} error=${result.error} />
-    ${result.value && html`<p class="soft small" role="status">${hits.length} tokens of ${result.value.summary}</p>
+    ${value && html`<p class="soft small" role="status">${hits.length} tokens of ${value.summary}</p>
       <div class="scroller hits" tabindex="0" role="region" aria-label="Tokens that were found"><table><thead><tr><th class="number" scope="col">Score</th><th scope="col">Text</th><th scope="col">Capture</th></tr></thead><tbody>
         ${hits.map((hit) => html`<tr key=${`${hit.id} ${hit.sequence} ${hit.position}`}><td class="number">${number(hit.score)}</td>
           <td class="hit">${oneLine(hit.before)}<mark>${hit.token === null ? `‹${hit.token_id ?? "?"}›` : oneLine(hit.token)}</mark>${oneLine(hit.after)}</td>
-          <td><a href=${link("capture", { id: hit.id, site: site === "resid_post" ? "" : site, sequence: hit.sequence || "", position: hit.position, layer, measure: result.value.measure, direction: name })}>${oneLine(hit.id)}, ${hit.position}</a></td></tr>`)}
+          <td><a href=${link("capture", { id: hit.id, site: site === "resid_post" ? "" : site, sequence: hit.sequence || "", position: hit.position, layer, measure, direction: name })}>${oneLine(hit.id)}, ${hit.position}</a></td></tr>`)}
       </tbody></table></div>`}
     </section><${Python} code=${code} />`;
 }
