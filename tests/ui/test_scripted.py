@@ -4,6 +4,7 @@ import json
 import os
 import re
 import threading
+import time
 import urllib.parse
 
 import numpy as np
@@ -316,6 +317,27 @@ def test_values_are_never_shown_under_another_title(scripted, address, visit):
     expect(sweep.get_by_role("row")).to_have_count(3)
     sweep.get_by_label("Projection at layer").select_option("5")
     expect(sweep.get_by_role("heading", level=3).first).to_contain_text("onto joy at layer 3")
+
+
+def test_a_capture_that_is_deleted_and_replaced_while_it_is_shown(scripted, address, visit):
+    """The values are never those of one capture, and the text that of another. Answers may take longer than a poll."""
+    write(scripted.store.endpoint, "again", ["old"] * 2)
+    seen = visit(address)
+    seen.expects_failures = True
+    page = seen.open("capture", id="again", layer=1)
+    expect(page.locator(".token")).to_have_text(["old", "old", "."])
+    with residuum.Client(store=scripted.store.endpoint) as client:
+        client.delete("again")
+    expect(page.get_by_role("alert")).to_contain_text("no capture 'again'")
+
+    def look():
+        expect(page.locator(".heat .foot span:last-child")).to_have_text("4")  # its heat map, while it is open
+        page.route("**/api/capture?*", lambda route: (time.sleep(1.5), route.continue_()))
+
+    write(scripted.store.endpoint, "again", ["new"] * 5, before_seal=look)
+    expect(page.locator("h1 + .badge")).to_have_text("complete")
+    expect(page.locator(".token")).to_have_text([*["new"] * 5, "."])
+    expect(page.get_by_role("alert")).to_have_count(0)
 
 
 def test_columns_of_several_positions_show_their_own_value(scripted, address, visit):

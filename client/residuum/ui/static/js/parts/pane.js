@@ -19,11 +19,11 @@ export function Pane({ manifest, chosen, state, change, name, span = 0, shared, 
   const { site, sequence, layer, asked, scale, each, rows } = chosen;
   const wanted = { id: manifest.id, site: site.name, sequence, ...asked };
   const isOpen = manifest.state === "open";
-  const keys = [wanted, manifest.state];
-  const tokens = useLoaded((signal) => get("tokens", { id: manifest.id, sequence }, signal), [manifest.id, manifest.state, sequence]);
+  const keys = [wanted, manifest.opened, manifest.state]; // another capture may have the ID: one that replaced it
+  const tokens = useLoaded((signal) => get("tokens", { id: manifest.id, sequence }, signal), [manifest.id, manifest.opened, manifest.state, sequence]);
   const ended = useLoaded(async (signal) => (isOpen ? null : gridOf(await get("grid", { ...wanted, first: state.first, last: state.last, span, columns: COLUMNS }, signal))), keys, [state.first, state.last, span]);
   const scores = useLoaded(async (signal) => (isOpen ? null : floats((await get("scores", { ...wanted, layer }, signal)).values)), [...keys, layer]);
-  const live = useLive(isOpen ? { ...wanted, whole: asked.measure === "feature" } : null);
+  const live = useLive(isOpen ? { ...wanted, opened: manifest.opened, whole: asked.measure === "feature" } : null);
   const grid = useMemo(() => padded(isOpen ? live.grid : ended.value, span), [isOpen, live.grid, ended.value, span]);
   const values = isOpen ? live.grid?.row(layer) ?? null : scores.value;
   const canvas = useRef(null);

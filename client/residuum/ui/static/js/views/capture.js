@@ -11,7 +11,9 @@ import { Pane } from "../parts/pane.js";
 
 export function useCapture(id) {
   const loaded = useLoaded((signal) => get("capture", { id }, signal), [id]);
-  usePoll(async () => loaded.value?.state === "open" && loaded.reload(), 1, [id, loaded.value?.state]);
+  const isOpen = loaded.value?.state === "open";
+  // A capture that has ended may be labelled, deleted or replaced elsewhere. A load that still runs would be stopped.
+  usePoll(async () => loaded.value && !loaded.isLoading && loaded.reload(), isOpen ? 1 : 3, [id, isOpen]);
   return loaded;
 }
 
@@ -50,7 +52,7 @@ function Row({ manifest, chosen, position, change }) {
   const { site, sequence, layer, asked } = chosen;
   const isChosen = position !== undefined && position !== "";
   const row = useLoaded(async (signal) => (isChosen ? get("row", { id: manifest.id, site: site.name, sequence, layer, position, ...asked }, signal) : null),
-    [manifest.id, manifest.state, site.name, sequence, layer, position, asked]);
+    [manifest.id, manifest.opened, manifest.state, site.name, sequence, layer, position, asked]);
   if (!isChosen) return html`<section class="panel" aria-label="Row"><h2>Row</h2><p class="soft">Choose a cell or a token to see its row.</p></section>`;
   const found = row.value;
   return html`<section class="panel" aria-label="Row"><h2>Row of layer ${layer}, position ${position}</h2>

@@ -32,6 +32,7 @@ function Both({ state, change, about, gallery }) {
   return html`<${Controls} manifest=${left} chosen=${chosen} gallery=${gallery} state=${state} change=${change} />
     <div class="pair">${[left, right].map((manifest, index) => html`<div key=${index}>
       <div class="head"><h2><a href=${link("capture", { ...state, a: "", b: "", id: manifest.id })}>${oneLine(manifest.id)}</a></h2><${Badge} kind=${manifest.state}>${manifest.state}<//></div>
+      <${Problem} error=${sides[index].error} />
       ${views[index].missing.length ? html`<${Missing} chosen=${views[index]} />` : html`<${Pane} manifest=${manifest} chosen=${views[index]} state=${state} change=${change} name=${manifest.id} span=${span}
         shared=${shared} onRanges=${(own) => setRanges((before) => before.map((other, at) => (at === index ? own : other)))} />`}
     </div>`)}</div>
