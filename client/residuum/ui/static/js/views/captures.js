@@ -122,15 +122,17 @@ function useCaptures(states, where) {
   }, [states, where, turn]);
   usePoll(async () => {
     if (status.isLoading) return;
+    const before = known.current; // another filter has another map
     try {
       const isOld = Date.now() - loaded.current > WHOLE_SECONDS * 1000;
-      const found = isOld ? await whole({ states, where }) : { items: await refreshed(known.current, states, where), isCut: status.isCut };
+      const found = isOld ? await whole({ states, where }) : { items: await refreshed(before, states, where), isCut: status.isCut };
+      if (known.current !== before) return;
       if (isOld) loaded.current = Date.now();
       known.current = found.items;
       setItems([...known.current.values()]);
       setStatus({ isLoading: false, error: null, isCut: found.isCut });
     } catch (error) {
-      setStatus({ ...status, error });
+      if (known.current === before) setStatus({ ...status, error });
     }
   }, 3, [states, where, status.isLoading]);
   return { items, ...status, reload: () => setTurn((before) => before + 1) };
@@ -140,6 +142,8 @@ function useCaptures(states, where) {
 async function refreshed(before, states, where) {
   const open = [...before.values()].filter((item) => item.state === "open");
   const newest = (await get("captures", { states, where, size: NEWEST })).captures;
+  // More came than the newest page has. Those in between would be missing.
+  if (newest.length === NEWEST && !before.has(newest.at(-1).id)) return (await whole({ states, where })).items;
   const stillOpen = open.length ? (await get("captures", { states: "open", where, size: PAGE })).captures : [];
   const found = new Set([...newest, ...stillOpen].map((item) => item.id));
   const ended = open.filter((item) => !found.has(item.id));
