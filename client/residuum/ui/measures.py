@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from residuum.exceptions import BadVector
-from residuum.ui.answers import invalid
+from residuum.ui.answers import invalid, number
 from residuum.values.probes.probe import Probe
 from residuum.values.tensors.sae import SAE
 from residuum.values.tensors.vector import Vector
@@ -232,15 +232,21 @@ class Grid:
 
 
 def statistics(row: npt.NDArray[Any]) -> dict[str, Any]:
-    """Return facts about one row: its norm, the distribution of its elements, and the largest of them."""
+    """Return facts about one row: its norm, the distribution of its elements, and the largest of them.
+
+    The numbers are those of the finite elements; `not_finite` counts the others.
+    """
     wide = np.asarray(row, dtype=np.float64)
-    largest = np.argsort(-np.abs(wide), kind="stable")[:8]
+    finite = np.flatnonzero(np.isfinite(wide))
+    kept = wide[finite] if len(finite) else np.full(1, np.nan)
+    largest = finite[np.argsort(-np.abs(wide[finite]), kind="stable")[:8]]
     return {
         "width": len(wide),
-        "norm": float(np.linalg.norm(wide)),
-        "mean": float(wide.mean()),
-        "std": float(wide.std()),
-        "min": float(wide.min()),
-        "max": float(wide.max()),
+        "not_finite": len(wide) - len(finite),
+        "norm": number(np.linalg.norm(kept)),
+        "mean": number(kept.mean()),
+        "std": number(kept.std()),
+        "min": number(kept.min()),
+        "max": number(kept.max()),
         "largest": [[int(index), float(wide[index])] for index in largest],
     }

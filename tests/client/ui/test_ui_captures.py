@@ -5,10 +5,12 @@ import pytest
 
 pytest.importorskip("starlette")
 
+from starlette.responses import JSONResponse
+
 import residuum
 from residuum.directions.values import Origin
 from residuum.ui.api.grids import _tiles
-from residuum.ui.measures import Grid
+from residuum.ui.measures import Grid, statistics
 from residuum.v1 import steering_pb2
 from tests.client.support.peer import HIDDEN, LAYERS
 from tests.client.ui.page_script import called
@@ -160,6 +162,7 @@ def test_projected_rows_have_no_measures_even_if_they_are_as_wide(page, endpoint
         code, error = page("scores", id=reply.request_id, layer=1, measure=measure, **asked)
         assert (code, "encoded as 'rp8': other numbers" in error["message"]) == (400, True)
         assert "values" in page("scores", id=reply.request_id, layer=1, measure="norm")
+        assert "lens" not in page("row", id=reply.request_id, layer=1, position=1)
         client.delete(reply)
 
 
@@ -263,7 +266,17 @@ def test_windows_may_be_longer_than_a_capture(page, capture):
     assert (values[:, 0] == np.nanmax(array(own["values"], (LAYERS, -1))[:, :2], axis=1)).all()
 
 
-def test_a_row_has_statistics_and_predicted_tokens(page, capture):
+def test_a_row_with_elements_that_are_no_numbers_is_described():
+    found = statistics(np.array([3, np.nan, -4, np.inf, 0], np.float32))
+    assert (found["norm"], found["min"], found["max"], found["not_finite"]) == (5, -4, 3, 2)
+    assert found["largest"] == [[2, -4.0], [0, 3.0], [4, 0.0]]
+    found = statistics(np.full(3, -np.inf, np.float16))
+    assert (found["norm"], found["max"], found["largest"], found["not_finite"]) == (None, None, [], 3)
+    for values in ([1, np.nan], [np.inf, -np.inf]):
+        JSONResponse(statistics(np.array(values)))
+
+
+def test_a_row_has_statistics_and_predicted_tokens(page, peer, capture):
     name = capture.manifest.capture_id
     found = page("row", id=name, layer=3, position=2)
     row = capture[3][2].astype(np.float64)
@@ -272,6 +285,9 @@ def test_a_row_has_statistics_and_predicted_tokens(page, capture):
     assert found["max"] == row.max()
     assert found["largest"][0] == [int(np.argmax(np.abs(row))), np.abs(row).max()]
     assert [text for _, text, _ in found["lens"]][:2] == ["<1>", "<2>"]
+    assert found["lens_model"] == capture.manifest.model
+    peer.script.model = "another"  # of the same width
+    assert page("row", id=name, layer=3, position=2)["lens_model"] == "another"
     assert "position 8" in page("row", id=name, layer=3, position=8)["missing"]  # the last token of a reply has no row
     assert page("row", id=name, layer=99, position=0)[0] == 400
 

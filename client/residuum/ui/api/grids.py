@@ -188,9 +188,11 @@ async def row(request: Request) -> Response:
         return JSONResponse({"missing": f"The capture has no row of layer {layer} at position {position}."})
     values = acts[layer][0]
     answer = {**statistics(values), "measure": number(float(measure.values(layer, values[None])[0]))}
-    if site in _STREAM_SITES and len(values) == manifest.hidden_size:
+    is_of_stream = site in _STREAM_SITES and manifest.format_at(site).decodes_to_rows
+    if is_of_stream and len(values) == manifest.hidden_size and not answer["not_finite"]:
         try:
             answer["lens"] = _lens(await client.unembed(values, top_k=8))
+            answer["lens_model"] = (await client.info()).model
         except ResiduumError as error:  # the store may be read without an inference service
             answer["lens_error"] = describe(error)["message"]
     return JSONResponse(answer)

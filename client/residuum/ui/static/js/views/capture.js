@@ -62,11 +62,12 @@ function Row({ manifest, chosen, position, change }) {
       <${Facts} facts=${[
         asked.measure !== "norm" && [title(asked), number(found.measure)],
         ["Norm", number(found.norm)], ["Mean", number(found.mean)], ["Standard deviation", number(found.std)],
-        ["Minimum, maximum", `${number(found.min)}, ${number(found.max)}`], ["Elements", count(found.width)],
+        ["Minimum, maximum", `${number(found.min)}, ${number(found.max)}`], ["Elements", `${count(found.width)}${found.not_finite ? `, ${count(found.not_finite)} of them infinite or NaN, which the other numbers leave out` : ""}`],
         manifest.encoding === "sae" ? ["Strongest features", strongest(found.largest, change)] : ["Largest elements", found.largest.slice(0, 5).map(([index, value]) => `${index}: ${number(value)}`).join("; ")],
       ].filter(Boolean)} />
       ${found.lens && html`<h3>Tokens that it predicts (logit lens)</h3>
         <table><tbody>${found.lens.map(([id, text, value]) => html`<tr key=${id}><td class="mono">“${oneLine(text)}”</td><td class="number">${(100 * Math.exp(value)).toFixed(1)}%</td></tr>`)}</tbody></table>`}
+      ${found.lens && found.lens_model !== manifest.model && html`<p class="soft small">Unembedded by ${found.lens_model}, which the service has now. The row is of ${manifest.model}.</p>`}
       ${found.lens_error && html`<p class="soft small">No logit lens: ${found.lens_error}</p>`}`}
   </section>`;
 }
