@@ -290,11 +290,17 @@ def test_the_middle_of_the_layers_that_separate_best_is_chosen(scripted, address
 
 
 def test_values_are_never_shown_under_another_title(scripted, address, visit):
-    """A value of other keys is no value: not while the new one loads, and not if that fails."""
+    """A value of other keys is no value: not while the new one loads, and not if that fails.
+
+    What failed because a service was away comes when the service is back.
+    """
     write(scripted.store.endpoint, "kept", ["a", "b"], width=8)
     seen = visit(address)
     seen.expects_failures = True
+    away = {"error": {"message": "away", "kind": "x"}}
+    seen.page.route("**/api/capture?*", lambda route: route.fulfill(status=503, json=away), times=1)
     page = seen.open("capture", id="kept")
+    expect(page.get_by_role("alert")).to_have_text("away")
     heat = page.get_by_role("region", name="Heat map of kept")
     expect(heat.get_by_role("application")).to_be_visible()
     page.route("**/api/grid?*", lambda route: route.fulfill(status=500, json={"error": {"message": "no", "kind": "x"}}))

@@ -3,24 +3,34 @@ import { useCallback, useEffect, useRef, useState } from "./lib.js";
 
 // Load a value and load it again when `keys` change. Answers to earlier keys are dropped, and a value is never returned
 // for other keys than its own. It stays while `reload` or a change of `parts` loads it again: they change what is seen of
-// it, not what it is.
+// it, not what it is. What failed because a service was away is loaded again until it is back.
 export function useLoaded(load, keys, parts = []) {
   const name = JSON.stringify(keys);
   const [state, setState] = useState({ name, ...LOADING });
   const [turn, setTurn] = useState(0);
+  const reload = useCallback(() => setTurn((before) => before + 1), []);
   useEffect(() => {
     const stop = new AbortController();
+    let timer = 0;
     setState((before) => ({ ...before, isLoading: true }));
     load(stop.signal).then(
       (value) => stop.signal.aborted || setState({ name, value, error: null, isLoading: false }),
-      (error) => stop.signal.aborted || setState((before) => ({ name, value: before.name === name ? before.value : null, error, isLoading: false })),
+      (error) => {
+        if (stop.signal.aborted) return;
+        setState((before) => ({ name, value: before.name === name ? before.value : null, error, isLoading: false }));
+        if (AWAY.includes(error.status)) timer = setTimeout(reload, AGAIN);
+      },
     );
-    return () => stop.abort();
+    return () => {
+      stop.abort();
+      clearTimeout(timer);
+    };
   }, [name, JSON.stringify(parts), turn]);
-  const reload = useCallback(() => setTurn((before) => before + 1), []);
   return { ...(state.name === name ? state : LOADING), reload };
 }
 
+const AWAY = [0, 503]; // the status of answers that never came, and of services that do not answer
+const AGAIN = 3000; // milliseconds
 const LOADING = { value: null, error: null, isLoading: true };
 
 // Call a function now and then every so many seconds, while the page is visible.
