@@ -420,6 +420,14 @@ def test_links_that_make_no_sense_leave_a_page(scripted, address, visit):
         expect(page.get_by_label("Scale", exact=True)).to_have_value("1")
     page = seen.open("compare", a="x", b="x", sequence=-1)
     expect(page.get_by_role("application")).to_have_count(2)
+    name = "x." + "y" * 120
+    write(scripted.store.endpoint, name, ["a"])
+    page = seen.open("compare", a=name, b=name)  # also on a narrow page
+    page.set_viewport_size({"width": 390, "height": 850})
+    expect(page.locator(".token")).to_have_count(4)
+    ids = page.locator(".token").evaluate_all("tokens => tokens.map((token) => token.id)")
+    assert len(set(ids)) == 4
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 
 def test_a_view_that_fails_says_so_and_starts_again(scripted, address, visit):

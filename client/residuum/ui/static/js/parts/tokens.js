@@ -6,11 +6,13 @@ import { number, oneLine, visible } from "../core/format.js";
 import { useDark } from "../core/hooks.js";
 
 const BLOCK = 64;
+let lists = 0; // each list has its own IDs: Compare may show one capture twice
 const LINE = 25; // CSS pixels; only a guess for blocks that were never shown
 
 // texts: one for each position. values: Float32Array [positions], or null. range: [low, high].
 export function Tokens({ texts, ids, values, range, measure, promptTokens, chosen, onChoose, label, onHover }) {
   const list = useRef(null);
+  const own = useMemo(() => `token-${++lists}`, []);
   const dark = useDark();
   const blocks = useMemo(() => Array.from({ length: Math.ceil(texts.length / BLOCK) }, (_, index) => index), [texts]);
   const [near, setNear] = useState(() => new Set([0]));
@@ -52,23 +54,23 @@ export function Tokens({ texts, ids, values, range, measure, promptTokens, chose
     return at === undefined ? null : Number(at);
   };
   return html`<div class="tokens" ref=${list} role="listbox" tabindex="0" aria-label=${label}
-      aria-activedescendant=${chosen === null || chosen === undefined ? undefined : `token-${label}-${chosen}`.replace(/\W+/g, "-")}
+      aria-activedescendant=${chosen === null || chosen === undefined ? undefined : `${own}-${chosen}`}
       onKeyDown=${move} onMouseOver=${(event) => onHover?.(positionOf(event))} onMouseLeave=${() => onHover?.(null)}
       onClick=${(event) => { const at = positionOf(event); if (at !== null) onChoose?.(at); }}>
     ${blocks.map((index) => html`<${Block} key=${index} index=${index} isNear=${near.has(index)} guess=${heights.current.get(index)}
       texts=${texts} ids=${ids} values=${values} range=${range} measure=${measure} promptTokens=${promptTokens} dark=${dark}
-      chosen=${chosen !== null && chosen !== undefined && Math.floor(chosen / BLOCK) === index ? chosen : null} label=${label} />`)}
+      chosen=${chosen !== null && chosen !== undefined && Math.floor(chosen / BLOCK) === index ? chosen : null} list=${own} />`)}
   </div>`;
 }
 
-function Block({ index, isNear, guess, texts, ids, values, range, measure, promptTokens, dark, chosen, label }) {
+function Block({ index, isNear, guess, texts, ids, values, range, measure, promptTokens, dark, chosen, list }) {
   const first = index * BLOCK;
   const own = useMemo(() => texts.slice(first, first + BLOCK), [texts, first]);
   const lines = useMemo(() => Math.ceil(own.join("").length / 80) + own.filter((text) => text.includes("\n")).length, [own]);
   const shownValues = isNear && values ? values.subarray(first, first + BLOCK).join() : "";
   // The same element as before costs nothing, and a long capture has hundreds of blocks.
   return useMemo(() => (isNear ? tokensOf() : html`<div class="block" data-block=${index} role="presentation" style=${{ height: `${guess ?? Math.max(1, lines) * LINE}px` }}></div>`),
-    [isNear, own, ids, isNear ? "" : guess, shownValues, isNear ? String(range) : "", measure, dark, chosen, label, promptTokens]);
+    [isNear, own, ids, isNear ? "" : guess, shownValues, isNear ? String(range) : "", measure, dark, chosen, list, promptTokens]);
 
   function tokensOf() {
     return html`<div class="block" data-block=${index} role="presentation">
@@ -77,7 +79,7 @@ function Block({ index, isNear, guess, texts, ids, values, range, measure, promp
         const at = first + offset;
         const rgb = values && range ? color(values[at], range, measure, dark) : null;
         const kind = `token${at < promptTokens ? " prompt" : ""}${at === chosen ? " chosen" : ""}`;
-        return html`<span key=${at} id=${`token-${label}-${at}`.replace(/\W+/g, "-")} class=${kind} role="option" data-at=${at}
+        return html`<span key=${at} id=${`${list}-${at}`} class=${kind} role="option" data-at=${at}
           aria-selected=${at === chosen} aria-label=${`position ${at}, ${oneLine(text)}, token ${ids[at]}${values ? `, ${number(values[at])}` : ""}`}
           style=${rgb ? { backgroundColor: css(rgb), color: ink(rgb) } : null}>${visible(text) || "·"}</span>`;
       })}
