@@ -243,7 +243,7 @@ def statistics(row: npt.NDArray[Any]) -> dict[str, Any]:
     return {
         "width": len(wide),
         "not_finite": len(wide) - len(finite),
-        "norm": number(np.linalg.norm(kept)),
+        "norm": number(float(np.linalg.norm(kept))),
         "mean": number(kept.mean()),
         "std": number(kept.std()),
         "min": number(kept.min()),
