@@ -137,6 +137,22 @@ async def test_slices_of_encoded_rows(client):
     assert part.encoded(4)["group"].tolist() == [0, 1]
 
 
+@pytest.mark.filterwarnings("ignore::residuum.EmptyCaptureWarning")
+async def test_full8_along_dimensions_has_0_rows_if_none_is_selected(client, tmp_path):
+    """Then no chunk comes, and so no scales."""
+    reply = await client.generate("a bb ccc", max_tokens=4, capture=capturing(encoding="full8", axis="dimension"))
+    acts = await client.activations(reply, positions=[100])
+    acts.to_safetensors(tmp_path / "none.safetensors")
+    for found in (acts, residuum.Activations.from_safetensors(tmp_path / "none.safetensors")):
+        assert found[1].shape == found.raw(4).shape == (0, HIDDEN)
+        assert found.stack().shape == (2, 0, HIDDEN)
+        assert {name: values.shape for name, values in found.encoded(1).items()} == {
+            "q": (0, HIDDEN), "scale": (0, HIDDEN), "zero": (0, HIDDEN), "group": (0,),
+        }  # fmt: skip
+    rows = await client.rows([reply], layer=1, positions=[100])
+    assert rows.values.shape == (0, HIDDEN)
+
+
 @pytest.mark.parametrize("fields", [{"encoding": "rp8", "dimensions": 5}, {"encoding": "topk", "dimensions": 2}])
 async def test_a_partial_encoding_has_nan_where_rows_are_missing(client, peer, fields):
     peer.script.lost_layers = (4,)

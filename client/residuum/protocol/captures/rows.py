@@ -101,7 +101,9 @@ class RowGrid:
         self._column = np.empty(0, dtype=np.int64)  # the column of each position; -1 if it is not wanted
         self.have = np.zeros((len(wanted.layers), 0), dtype=np.bool_)
         self._values = allocate((len(wanted.layers), 0, *self._shape), self._dtype) if keep_values else None
-        self._prefixes: npt.NDArray[Any] | None = None  # those of all chunks and layers, with room for more
+        prefix = wanted.form.prefix_dtype
+        # Those of all chunks and layers, with room for more; None if the format has none.
+        self._prefixes = np.empty(0, prefix) if prefix is not None else None
         self._prefix_count = 0
         self._group = np.zeros((len(wanted.layers), 0), dtype=np.int32)  # the index of each row's prefix
         self._cover(wanted.prompt_tokens + _room(wanted.max_generated) if length is None else length)
