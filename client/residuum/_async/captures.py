@@ -609,7 +609,7 @@ class AsyncCaptureClient(AsyncDeletionClient):
         with progress_bar(f"reading {total} captures", total, enabled=progress) as advance:
 
             async def read(lane: int, stop: io.Stop) -> None:
-                async for acts in self._read_many(plan, parts[lane], timeout, lane=lane):
+                async for acts in self._read_many(plan, parts[lane], timeout, lane=lane, stop=stop):
                     if stop.is_requested:
                         return
                     found.append(acts)

@@ -178,6 +178,9 @@ class Stop:
 
     is_requested = False
 
+    def watch(self, call: object) -> None:
+        """Do nothing: a job's call ends with its task."""
+
 
 async def run_all(jobs: Sequence[Callable[[int, Stop], Coroutine[Any, Any, None]]]) -> None:
     """Run jobs at the same time, each with its index. If one fails, stop the others and raise its exception."""

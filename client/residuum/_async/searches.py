@@ -107,6 +107,7 @@ class AsyncSearchClient(AsyncCaptureClient):
                 while True:
                     answers[lane] = SearchAnswer()
                     call = self._store(endpoints[lane]).Search(request, timeout=deadline.remaining())
+                    stop.watch(call)
                     try:
                         async for response in call:
                             retries.progress()
@@ -115,6 +116,8 @@ class AsyncSearchClient(AsyncCaptureClient):
                             if stop.is_requested:
                                 return
                     except grpc.RpcError as error:
+                        if stop.is_requested:
+                            return
                         delay = self._search_again_after(error, endpoints[lane], retries)
                     else:
                         return

@@ -326,17 +326,23 @@ class AsyncStoreClient:
         )
 
     async def _read_many(
-        self, plan: ReadPlan, capture_ids: Sequence[str], timeout: float | None, *, lane: int = 0
+        self,
+        plan: ReadPlan,
+        capture_ids: Sequence[str],
+        timeout: float | None,
+        *,
+        lane: int = 0,
+        stop: io.Stop | None = None,
     ) -> AsyncIterator[Activations]:
         """Yield the activations of captures, store by store, and of one store in the order of `capture_ids`.
 
         Captures that the read waits for come as they end, or when the archive works again. Reads in different lanes use
-        different connections.
+        different connections. `stop` ends it.
 
         Raises:
             UnknownCapture: No store holds some of the captures; the message names them.
         """
-        deadline, searched = Deadline(timeout), set[str]()
+        deadline, searched, stop = Deadline(timeout), set[str](), stop or io.Stop()
         known = await self._known_stores()
         is_only = len(known) == 1
         missed: dict[str, exc.ResiduumError] = {}
@@ -346,7 +352,7 @@ class AsyncStoreClient:
             reading = ManyReading(plan, names)
             is_guess = not all(map(self._stores.known, names))
             try:
-                async for data in self._read_portion(reading, endpoint, deadline, lane, is_guess=is_guess):
+                async for data in self._read_portion(reading, endpoint, deadline, lane, stop, is_guess=is_guess):
                     is_guess = False  # a store first names the captures that it lacks, so it has the others
                     for acts in reading.add(data):
                         yield acts
@@ -410,7 +416,7 @@ class AsyncStoreClient:
             await io.sleep(delay)
 
     async def _read_portion(
-        self, reading: ManyReading, endpoint: str, deadline: Deadline, lane: int, *, is_guess: bool
+        self, reading: ManyReading, endpoint: str, deadline: Deadline, lane: int, stop: io.Stop, *, is_guess: bool
     ) -> AsyncIterator[bytes]:
         """Yield the messages of a read of many captures. If the connection breaks, request the rest again.
 
@@ -419,6 +425,7 @@ class AsyncStoreClient:
             endpoint: The store.
             deadline: The deadline of the read.
             lane: The connection to use.
+            stop: Ends the read.
             is_guess: Whether another store may have the captures. If so, do not wait for this store if it is away at
                 the start.
         """
@@ -428,6 +435,7 @@ class AsyncStoreClient:
             call = self._many_reader(endpoint, lane)(
                 for_tenant(reading.request(memory), self._tenant), timeout=deadline.remaining()
             )
+            stop.watch(call)
             try:
                 async for data in call:
                     self._channels.note_answer(endpoint)
@@ -441,7 +449,8 @@ class AsyncStoreClient:
                 reading.check_done()
             except (grpc.RpcError, exc.ArchiveUnreachable) as error:
                 failure = self._as_own(error, endpoint)
-                delay = None if is_guess else retries.seconds_after(failure, self._patience(failure))
+                gives_up = is_guess or stop.is_requested
+                delay = None if gives_up else retries.seconds_after(failure, self._patience(failure))
                 if delay is None:
                     raise (retries.verdict(failure) or reading.explain(failure)) from None
             else:

@@ -604,7 +604,7 @@ class CaptureClient(DeletionClient):
         with progress_bar(f"reading {total} captures", total, enabled=progress) as advance:
 
             def read(lane: int, stop: io.Stop) -> None:
-                for acts in self._read_many(plan, parts[lane], timeout, lane=lane):
+                for acts in self._read_many(plan, parts[lane], timeout, lane=lane, stop=stop):
                     if stop.is_requested:
                         return
                     found.append(acts)

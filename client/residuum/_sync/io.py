@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from residuum.exceptions import ResiduumError
@@ -41,11 +40,29 @@ Turns = nullcontext
 """Threads need no turns: each sends its request when it has built the message."""
 
 
-@dataclass
 class Stop:
-    """Asks jobs of `run_all` to stop."""
+    """Asks jobs of `run_all` to stop, and cancels their calls, for which they may wait without a limit."""
 
-    is_requested: bool = False
+    def __init__(self) -> None:
+        """Begin without a request to stop."""
+        self.is_requested = False
+        self._calls: dict[int, Any] = {}  # by thread; each makes one call at a time
+        self._lock = threading.Lock()
+
+    def watch(self, call: Any) -> None:
+        """Note the call for which this thread waits from now on."""
+        with self._lock:
+            self._calls[threading.get_ident()] = call
+        if self.is_requested:
+            call.cancel()
+
+    def request(self) -> None:
+        """Ask all jobs to stop."""
+        self.is_requested = True
+        with self._lock:
+            calls = list(self._calls.values())
+        for call in calls:
+            call.cancel()
 
 
 def run_all(jobs: Sequence[Callable[[int, Stop], None]]) -> None:
@@ -61,7 +78,7 @@ def run_all(jobs: Sequence[Callable[[int, Stop], None]]) -> None:
             jobs[index](index, stop)
         except BaseException as error:  # noqa: BLE001 - raised again below
             errors.append(error)
-            stop.is_requested = True
+            stop.request()
 
     threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(len(jobs) - 1)]
     for thread in threads:
@@ -70,8 +87,10 @@ def run_all(jobs: Sequence[Callable[[int, Stop], None]]) -> None:
         jobs[-1](len(jobs) - 1, stop)
         for thread in threads:
             thread.join()
+    except Exception as error:  # noqa: BLE001 - raised again below, after the error for which it was stopped
+        errors.append(error)
     finally:
-        stop.is_requested = True
+        stop.request()
     if errors:
         raise errors[0]
 

@@ -322,17 +322,23 @@ class StoreClient:
         )
 
     def _read_many(
-        self, plan: ReadPlan, capture_ids: Sequence[str], timeout: float | None, *, lane: int = 0
+        self,
+        plan: ReadPlan,
+        capture_ids: Sequence[str],
+        timeout: float | None,
+        *,
+        lane: int = 0,
+        stop: io.Stop | None = None,
     ) -> Iterator[Activations]:
         """Yield the activations of captures, store by store, and of one store in the order of `capture_ids`.
 
         Captures that the read waits for come as they end, or when the archive works again. Reads in different lanes use
-        different connections.
+        different connections. `stop` ends it.
 
         Raises:
             UnknownCapture: No store holds some of the captures; the message names them.
         """
-        deadline, searched = Deadline(timeout), set[str]()
+        deadline, searched, stop = Deadline(timeout), set[str](), stop or io.Stop()
         known = self._known_stores()
         is_only = len(known) == 1
         missed: dict[str, exc.ResiduumError] = {}
@@ -342,7 +348,7 @@ class StoreClient:
             reading = ManyReading(plan, names)
             is_guess = not all(map(self._stores.known, names))
             try:
-                for data in self._read_portion(reading, endpoint, deadline, lane, is_guess=is_guess):
+                for data in self._read_portion(reading, endpoint, deadline, lane, stop, is_guess=is_guess):
                     is_guess = False  # a store first names the captures that it lacks, so it has the others
                     yield from reading.add(data)
                     missed |= reading.take_unknown()
@@ -405,7 +411,7 @@ class StoreClient:
             io.sleep(delay)
 
     def _read_portion(
-        self, reading: ManyReading, endpoint: str, deadline: Deadline, lane: int, *, is_guess: bool
+        self, reading: ManyReading, endpoint: str, deadline: Deadline, lane: int, stop: io.Stop, *, is_guess: bool
     ) -> Iterator[bytes]:
         """Yield the messages of a read of many captures. If the connection breaks, request the rest again.
 
@@ -414,6 +420,7 @@ class StoreClient:
             endpoint: The store.
             deadline: The deadline of the read.
             lane: The connection to use.
+            stop: Ends the read.
             is_guess: Whether another store may have the captures. If so, do not wait for this store if it is away at
                 the start.
         """
@@ -423,6 +430,7 @@ class StoreClient:
             call = self._many_reader(endpoint, lane)(
                 for_tenant(reading.request(memory), self._tenant), timeout=deadline.remaining()
             )
+            stop.watch(call)
             try:
                 for data in call:
                     self._channels.note_answer(endpoint)
@@ -436,7 +444,8 @@ class StoreClient:
                 reading.check_done()
             except (grpc.RpcError, exc.ArchiveUnreachable) as error:
                 failure = self._as_own(error, endpoint)
-                delay = None if is_guess else retries.seconds_after(failure, self._patience(failure))
+                gives_up = is_guess or stop.is_requested
+                delay = None if gives_up else retries.seconds_after(failure, self._patience(failure))
                 if delay is None:
                     raise (retries.verdict(failure) or reading.explain(failure)) from None
             else:

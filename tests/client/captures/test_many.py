@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 
 import residuum
+from residuum._sync import io
 from residuum.protocol.captures.many import MESSAGE_STREAMS, most_streams, split_reads
 from residuum.v1 import store_pb2
 from tests.client.support.flaky_store import Unknown
 from tests.client.support.peer import HIDDEN, POST, PRE, rows
+from tests.waiting import wait_for
 
 PROMPTS = ["a", "a bb ccc", "a bb", "a bb ccc dddd"]
 SITES = "resid_post,resid_pre"
@@ -383,3 +385,35 @@ async def test_the_error_of_several_streams_names_all_unknown_captures(many_core
 async def test_other_errors_of_one_stream_end_the_others(many_cores, client, replies):
     with pytest.raises(residuum.UnknownLayer, match="no layer 3"):
         await client.activations(replies, layers=[3])
+
+
+@pytest.mark.parametrize("place", [0, 1])
+async def test_an_error_of_one_stream_does_not_wait_for_open_captures_of_another(
+    many_cores, client, peer, replies, place
+):
+    peer.script.delay_seal = threading.Event()
+    late = await client.generate("a bb", max_tokens=4, capture=LAYER_1)
+    peer.script.delay_seal, delayed = None, peer.script.delay_seal
+    peer.script.lost_layers = (1,)
+    broken = await client.generate("a bb", max_tokens=4, capture=LAYER_1)
+    before = set(threading.enumerate())
+    names = [late, broken] if place else [broken, late]
+    with pytest.raises(residuum.IncompleteCapture, match=broken.request_id):
+        await client.activations(names, timeout=20)
+    wait_for(
+        lambda: not {thread for thread in set(threading.enumerate()) - before if "(run)" in thread.name},
+        "the thread of the other stream ends",
+    )
+    delayed.set()
+
+
+def test_an_interrupt_of_a_read_is_not_hidden_by_another_error():
+    def fail(index, stop):
+        raise ValueError
+
+    def interrupted(index, stop):
+        wait_for(lambda: stop.is_requested, "the other job fails")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        io.run_all([fail, interrupted])
