@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 
+from residuum._async.io import Stop
 from residuum._async.streams import AsyncStream
 from residuum.exceptions import RequestAborted, ResiduumError, unfinished
 from residuum.rpc import tracing
@@ -34,7 +35,12 @@ class BatchCancelled(Exception):  # noqa: N818 - it is not an error
 
 
 async def run_batch(
-    start: Callable[[int], AsyncStream], results: BatchResults, outage: Outage, *, max_concurrency: int, progress: bool
+    start: Callable[[int, Stop], AsyncStream],
+    results: BatchResults,
+    outage: Outage,
+    *,
+    max_concurrency: int,
+    progress: bool,
 ) -> list[Reply]:
     """Return the replies of all prompts; see `AsyncClient.generate_many`."""
     try:
@@ -47,7 +53,12 @@ async def run_batch(
 
 
 async def run_as_completed(
-    start: Callable[[int], AsyncStream], results: BatchResults, outage: Outage, *, max_concurrency: int, progress: bool
+    start: Callable[[int, Stop], AsyncStream],
+    results: BatchResults,
+    outage: Outage,
+    *,
+    max_concurrency: int,
+    progress: bool,
 ) -> AsyncGenerator[tuple[int, Reply], None]:
     """Yield each reply when its generation ends; see `AsyncClient.generate_as_completed`."""
     async with aclosing(_run(start, results, outage, max_concurrency=max_concurrency, progress=progress)) as ends:
@@ -59,7 +70,12 @@ async def run_as_completed(
 
 
 async def _run(
-    start: Callable[[int], AsyncStream], results: BatchResults, outage: Outage, *, max_concurrency: int, progress: bool
+    start: Callable[[int, Stop], AsyncStream],
+    results: BatchResults,
+    outage: Outage,
+    *,
+    max_concurrency: int,
+    progress: bool,
 ) -> AsyncGenerator[int, None]:
     """Run the generations, record their outcomes, and yield the index of each when it ends."""
     room = asyncio.Semaphore(check_concurrency(max_concurrency))
@@ -102,7 +118,7 @@ async def _run(
 class _Batch:
     """The running generations."""
 
-    def __init__(self, start: Callable[[int], AsyncStream], outage: Outage) -> None:
+    def __init__(self, start: Callable[[int, Stop], AsyncStream], outage: Outage) -> None:
         self._start = start
         self._outage = outage
         self._turn = asyncio.Lock()
@@ -125,7 +141,7 @@ class _Batch:
     async def _accepted(self, index: int) -> AsyncStream:
         """Return the stream of a prompt once the service has accepted it."""
         while True:
-            stream = self._start(index)
+            stream = self._start(index, Stop())
             if not self._outage.is_on:
                 try:
                     await stream.open()

@@ -174,7 +174,7 @@ class Turns:
 
 
 class Stop:
-    """Asks jobs of `run_all` to stop. Tasks are cancelled instead, so here it never does."""
+    """Asks jobs in other threads to stop. Tasks are cancelled instead, so here it never does."""
 
     is_requested = False
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing
 
+from residuum._sync.io import Stop
 from residuum._sync.streams import Stream
 from residuum.exceptions import BatchInterrupted, RequestAborted, ResiduumError
 from residuum.transport.batches import BatchResults, Outage, check_concurrency
@@ -15,7 +16,7 @@ from residuum.values.replies.generation import Reply
 
 
 def run_batch(
-    start: Callable[[int], Stream], results: BatchResults, outage: Outage, *, max_concurrency: int, progress: bool
+    start: Callable[[int, Stop], Stream], results: BatchResults, outage: Outage, *, max_concurrency: int, progress: bool
 ) -> list[Reply]:
     """Return the replies of all prompts; see `Client.generate_many`."""
     try:
@@ -28,7 +29,7 @@ def run_batch(
 
 
 def run_as_completed(
-    start: Callable[[int], Stream], results: BatchResults, outage: Outage, *, max_concurrency: int, progress: bool
+    start: Callable[[int, Stop], Stream], results: BatchResults, outage: Outage, *, max_concurrency: int, progress: bool
 ) -> Generator[tuple[int, Reply], None, None]:
     """Yield each reply when its generation ends; see `Client.generate_as_completed`."""
     with closing(_run(start, results, outage, max_concurrency=max_concurrency, progress=progress)) as ends:
@@ -40,7 +41,7 @@ def run_as_completed(
 
 
 def _run(
-    start: Callable[[int], Stream], results: BatchResults, outage: Outage, *, max_concurrency: int, progress: bool
+    start: Callable[[int, Stop], Stream], results: BatchResults, outage: Outage, *, max_concurrency: int, progress: bool
 ) -> Generator[int, None, None]:
     """Run the generations, record their outcomes, and yield the index of each when it ends."""
     count = len(results.replies)
@@ -63,14 +64,12 @@ def _run(
 class _Batch:
     """The running generations."""
 
-    def __init__(self, start: Callable[[int], Stream], results: BatchResults, outage: Outage) -> None:
+    def __init__(self, start: Callable[[int, Stop], Stream], results: BatchResults, outage: Outage) -> None:
         self._start = start
         self._results = results
         self._outage = outage
         self._turn = threading.Lock()
-        self._running: set[Stream] = set()
-        self._lock = threading.Lock()
-        self._stopped = threading.Event()
+        self._stop = Stop()
 
     def run(self, index: int) -> int:
         """Run one, record its outcome, and return its index."""
@@ -78,7 +77,7 @@ class _Batch:
             outcome: Reply | ResiduumError = self._reply(index)
         except ResiduumError as error:
             outcome = error
-        if isinstance(outcome, Reply) or not self._stopped.is_set():  # a stopped generation has not failed
+        if isinstance(outcome, Reply) or not self._stop.is_requested:  # a stopped generation has not failed
             self._results.add(index, outcome)
         return index
 
@@ -86,10 +85,6 @@ class _Batch:
         """Run one and return its reply. If a service is away, wait for it."""
         while True:
             with self._accepted(index) as stream:
-                with self._lock:
-                    self._running.add(stream)
-                    if self._stopped.is_set():
-                        stream.close()
                 try:
                     for _ in stream:
                         pass
@@ -97,9 +92,6 @@ class _Batch:
                     self._outage.note(index, failure, was_accepted=True)
                 else:
                     return stream.reply
-                finally:
-                    with self._lock:
-                        self._running.discard(stream)
 
     def _accepted(self, index: int) -> Stream:
         """Return the stream of a prompt once the service has accepted it."""
@@ -107,16 +99,16 @@ class _Batch:
             self._check_running()
             if not self._outage.is_on:
                 try:
-                    return self._start(index)
+                    return self._start(index, self._stop)
                 except ResiduumError as failure:
                     self._outage.note(index, failure)
             with self._turn:  # during an outage, one attempt at a time
-                self._stopped.wait(self._outage.seconds())
+                self._stop.wait(self._outage.seconds())
                 self._check_running()
                 if not self._outage.is_on:
                     continue
                 try:
-                    stream = self._start(index)
+                    stream = self._start(index, self._stop)
                 except ResiduumError as failure:
                     self._outage.note(index, failure, is_attempt=True)
                 else:
@@ -124,12 +116,9 @@ class _Batch:
                     return stream
 
     def _check_running(self) -> None:
-        if self._stopped.is_set():
+        if self._stop.is_requested:
             raise RequestAborted("The batch was stopped before this prompt.")
 
     def stop(self) -> None:
         """Stop them all."""
-        with self._lock:
-            self._stopped.set()
-            for stream in self._running:
-                stream.close()
+        self._stop.request()

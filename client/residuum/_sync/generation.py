@@ -169,7 +169,7 @@ class GenerationClient(UploadClient):
             updatable=updatable, if_exists=if_exists, probes=probes, score_prompt=score_prompt, rules=rules,
             without_operator_rules=without_operator_rules, sampling=sampling,
         )  # fmt: skip
-        return self._stream(make_plan, timeout, {})
+        return self._stream(make_plan, timeout, {}, io.Stop())
 
     def generate_many(
         self,
@@ -391,11 +391,11 @@ class GenerationClient(UploadClient):
 
     def _starter(
         self, plan: BatchPlan, *, model: str | None, timeout: float | None, **sampling: Unpack[Sampling]
-    ) -> Callable[[int], Stream]:
+    ) -> Callable[[int, io.Stop], Stream]:
         """Return a function that starts the generation for the prompt with a given index."""
         rows: dict[StoredRow, Vector] = {}  # the batch reads each only once
 
-        def start(index: int) -> Stream:
+        def start(index: int, stop: io.Stop) -> Stream:
             make_plan = partial(
                 plan_generation,
                 plan.prompts[index], capture=plan.captures[index], steer=plan.steering[index],
@@ -403,19 +403,23 @@ class GenerationClient(UploadClient):
                 if_exists=plan.if_exists[index], probes=plan.probes, score_prompt=plan.score_prompt, rules=plan.rules,
                 without_operator_rules=plan.without_operator_rules, sampling=sampling,
             )  # fmt: skip
-            return self._stream(make_plan, timeout, rows)
+            return self._stream(make_plan, timeout, rows, stop)
 
         return start
 
     def _stream(
-        self, make_plan: Callable[[], GenerationPlan], timeout: float | None, rows: dict[StoredRow, Vector]
+        self,
+        make_plan: Callable[[], GenerationPlan],
+        timeout: float | None,
+        rows: dict[StoredRow, Vector],
+        stop: io.Stop,
     ) -> Stream:
         def start() -> tuple[io.Call, ReplyBuilder]:
             # Without turns, all requests that start at the same time would be planned before the first is sent, and the
             # server would have nothing to do meanwhile.
             with self._turns:
                 plan = make_plan()
-            return self._start(plan, timeout, rows)
+            return self._start(plan, timeout, rows, stop)
 
         return make_stream(start, self.endpoint, self.update_steering)
 
@@ -447,9 +451,12 @@ class GenerationClient(UploadClient):
         return known
 
     def _start(
-        self, plan: GenerationPlan, timeout: float | None, known: dict[StoredRow, Vector]
+        self, plan: GenerationPlan, timeout: float | None, known: dict[StoredRow, Vector], stop: io.Stop
     ) -> tuple[io.Call, ReplyBuilder]:
-        """Start a generation and wait until the request is accepted. `known` keeps the stored rows that it reads."""
+        """Start a generation and wait until the request is accepted, or until `stop`.
+
+        `known` keeps the stored rows that it reads.
+        """
         if rows := stored_rows(plan.operations):
             plan = plan.filled(self._read_rows(rows, known, timeout))
         self._check_understood(plan.request.spec, plan.probes, plan.request.sampling)
@@ -457,7 +464,7 @@ class GenerationClient(UploadClient):
             self._provide(plan.vectors)
         self._provide_sae(plan.sae)
         try:
-            call, builder = self._generate(plan, timeout)
+            call, builder = self._generate(plan, timeout, stop)
         except (exc.MissingVectors, exc.MissingSAE):
             if not plan.vectors and plan.sae is None:
                 raise  # another client made the registration, and this one does not have what it needs
@@ -465,12 +472,13 @@ class GenerationClient(UploadClient):
             self._saes.forget(plan.sae)
             self._provide(plan.vectors)
             self._provide_sae(plan.sae)
-            call, builder = self._generate(plan, timeout)
+            call, builder = self._generate(plan, timeout, stop)
         self._stores.note(builder.started.capture)
         return call, builder
 
-    def _generate(self, plan: GenerationPlan, timeout: float | None) -> tuple[io.Call, ReplyBuilder]:
+    def _generate(self, plan: GenerationPlan, timeout: float | None, stop: io.Stop) -> tuple[io.Call, ReplyBuilder]:
         call = self._inference.Generate(plan.request, timeout=call_seconds(timeout))
+        stop.watch(call)
         try:
             has_answered = self._channels.has_answered(self.endpoint)
             builder = accept(call, self.endpoint, has_answered=has_answered, probes=plan.probes)

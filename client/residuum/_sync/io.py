@@ -41,13 +41,22 @@ Turns = nullcontext
 
 
 class Stop:
-    """Asks jobs of `run_all` to stop, and cancels their calls, for which they may wait without a limit."""
+    """Asks jobs in other threads to stop, and cancels their calls, for which they may wait without a limit."""
 
     def __init__(self) -> None:
         """Begin without a request to stop."""
-        self.is_requested = False
+        self._requested = threading.Event()
         self._calls: dict[int, Any] = {}  # by thread; each makes one call at a time
         self._lock = threading.Lock()
+
+    @property
+    def is_requested(self) -> bool:
+        """Whether the jobs are to stop."""
+        return self._requested.is_set()
+
+    def wait(self, seconds: float) -> None:
+        """Wait for some seconds, or until the jobs are to stop."""
+        self._requested.wait(seconds)
 
     def watch(self, call: Any) -> None:
         """Note the call for which this thread waits from now on."""
@@ -58,7 +67,7 @@ class Stop:
 
     def request(self) -> None:
         """Ask all jobs to stop."""
-        self.is_requested = True
+        self._requested.set()
         with self._lock:
             calls = list(self._calls.values())
         for call in calls:

@@ -7,6 +7,7 @@ import concurrent.futures
 import itertools
 import sys
 import threading
+import time
 import uuid
 
 import numpy as np
@@ -17,6 +18,7 @@ from residuum._async import io
 from residuum.transport.batches import BatchResults
 from residuum.v1 import capture_pb2
 from tests.client.support.peer import HIDDEN
+from tests.waiting import wait_for
 
 
 def vector(seed=0):
@@ -199,6 +201,24 @@ def test_an_interrupt_keeps_finished_replies_sync(endpoint, peer, monkeypatch):
     assert isinstance(caught.value, KeyboardInterrupt)
     assert [reply and len(reply.token_ids) for reply in caught.value.replies[1:]] == [50, 50]
     assert "of 3 prompts were done" in str(caught.value)
+
+
+def test_an_interrupt_does_not_wait_until_the_service_accepts_prompts_sync(endpoint, peer, monkeypatch):
+    """A service accepts a request late if it waits for room for its vectors, or for its store."""
+    accept, claim = threading.Event(), peer._claim
+    monkeypatch.setattr(peer, "_claim", lambda request: accept.wait(60) and claim(request))
+
+    def interrupted(futures):
+        wait_for(lambda: peer.calls.count("Generate") == 2, "the service has both requests")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("residuum._sync.batches.as_completed", interrupted)
+    began = time.monotonic()
+    with residuum.Client(endpoint) as client, pytest.raises(residuum.BatchInterrupted) as caught:
+        client.generate_many([[1], [2]], max_tokens=2)
+    assert time.monotonic() - began < 50
+    assert (caught.value.replies, caught.value.errors) == ([None, None], {})
+    accept.set()
 
 
 async def test_a_cancelled_batch_keeps_finished_replies_async(endpoint, peer, monkeypatch):
