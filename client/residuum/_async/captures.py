@@ -540,17 +540,20 @@ class AsyncCaptureClient(AsyncDeletionClient):
         return found
 
     async def _captures(
-        self, request: store_pb2.ListCapturesRequest, *, allow_partial: bool
+        self, request: store_pb2.ListCapturesRequest, within: Deadline | None = None, *, allow_partial: bool
     ) -> AsyncIterator[CaptureSummary]:
-        listing = Listing(await self._refreshed_stores(), request)
-        async for summary in self._listed(listing, allow_partial=allow_partial):
+        listing = Listing(await self._refreshed_stores(within), request)
+        async for summary in self._listed(listing, within, allow_partial=allow_partial):
             yield summary
 
-    async def _listed(self, listing: Listing, *, allow_partial: bool) -> AsyncGenerator[CaptureSummary, None]:
+    async def _listed(
+        self, listing: Listing, within: Deadline | None = None, *, allow_partial: bool
+    ) -> AsyncGenerator[CaptureSummary, None]:
         while not listing.is_over:
             for store, request in listing.due():
+                ask = self._store(store.endpoint).ListCaptures
                 try:
-                    page = await self._call(store.endpoint, self._store(store.endpoint).ListCaptures, request)
+                    page = await self._call(store.endpoint, ask, request, within=within)
                 except (exc.Unavailable, exc.DeadlineExceeded) as failure:
                     self._leave_out(store, failure, allow_partial=allow_partial)
                     listing.leave_out(store)
@@ -645,9 +648,8 @@ class AsyncCaptureClient(AsyncDeletionClient):
         request, retries = list_request(prefix, states, where), ReadRetries(deadline)
         while True:
             try:
-                found = {
-                    (item.capture_id, item.tenant): item async for item in self._captures(request, allow_partial=False)
-                }
+                listed = self._captures(request, deadline, allow_partial=False)
+                found = {(item.capture_id, item.tenant): item async for item in listed}
             except exc.ResiduumError as failure:
                 delay = retries.seconds_after(failure, self._patience(failure))
                 if delay is None:

@@ -86,8 +86,12 @@ class AsyncStoreClient:
             >>> (await client.info()).num_layers
             30
         """
+        return await self._info(check_store=check_store)
+
+    async def _info(self, *, check_store: bool = False, within: Deadline | None = None) -> ModelInfo:
         request = inference_pb2.GetModelInfoRequest(check_store=check_store)
-        return ModelInfo.from_proto(await self._call(self.endpoint, self._inference.GetModelInfo, request))
+        answer = await self._call(self.endpoint, self._inference.GetModelInfo, request, within=within)
+        return ModelInfo.from_proto(answer)
 
     async def store_endpoints(self) -> tuple[str, ...]:
         """Return the addresses of the stores: those given to the client, otherwise those from the inference service.
@@ -124,7 +128,7 @@ class AsyncStoreClient:
 
     async def _has_memory(self, capture_ids: Sequence[str], deadline: Deadline) -> bool:
         """Tell whether the store that likely has most of these captures shares memory with this client."""
-        groups = self._stores.by_likely_store(capture_ids, await self._known_stores())
+        groups = self._stores.by_likely_store(capture_ids, await self._known_stores(deadline))
         endpoint, _ = max(groups, key=lambda group: len(group[1]))
         memory = await self._borrow_memory(endpoint, deadline)
         if memory is not None:
@@ -169,19 +173,22 @@ class AsyncStoreClient:
     def _store(self, endpoint: str) -> store_pb2_grpc.StoreServiceAsyncStub:
         return self._channels.stub(store_pb2_grpc.StoreServiceStub, endpoint)
 
-    async def _known_stores(self) -> tuple[StoreAddress, ...]:
-        return self._stores.stores or await self._refreshed_stores(needs_all=False)
+    async def _known_stores(self, within: Deadline | None = None) -> tuple[StoreAddress, ...]:
+        return self._stores.stores or await self._refreshed_stores(within, needs_all=False)
 
-    async def _refreshed_stores(self, *, needs_all: bool = True) -> tuple[StoreAddress, ...]:
+    async def _refreshed_stores(
+        self, within: Deadline | None = None, *, needs_all: bool = True
+    ) -> tuple[StoreAddress, ...]:
         """Return the stores, including those that the inference service has added since the last call.
 
         Args:
+            within: The deadline of the whole operation, if it has one.
             needs_all: Warn if the inference service does not answer and there may be stores that are not known.
         """
         if self._stores.is_named:
             return self._stores.stores
         try:
-            advertised = (await self.info()).stores
+            advertised = (await self._info(within=within)).stores
         except exc.ResiduumError as failure:
             known = self._stores.last_known(warns=needs_all)
             if known:
@@ -201,27 +208,26 @@ class AsyncStoreClient:
                 raise
         return await ask(await self._find(capture_id))
 
-    async def _may_be_elsewhere(self, capture_ids: Iterable[str]) -> bool:
+    async def _may_be_elsewhere(self, capture_ids: Iterable[str], within: Deadline | None = None) -> bool:
         """Forget the store of captures that were not there, and tell whether there are other stores to search."""
         for capture_id in capture_ids:
             self._stores.forget(capture_id)
-        return len(await self._refreshed_stores()) > 1
+        return len(await self._refreshed_stores(within)) > 1
 
-    async def _find(self, capture_id: str) -> str:
+    async def _find(self, capture_id: str, within: Deadline | None = None) -> str:
         """Return the endpoint of the store that holds a capture. If there is only one store, it is not asked."""
-        await self._known_stores()
+        await self._known_stores(within)
         store = self._stores.known(capture_id)
-        return (store or await self._search(capture_id)).endpoint
+        return (store or await self._search(capture_id, within)).endpoint
 
-    async def _search(self, capture_id: str) -> StoreAddress:
+    async def _search(self, capture_id: str, within: Deadline | None) -> StoreAddress:
         """Ask the known stores for a capture one by one, and then the stores that were added since."""
         search, request = Search(capture_id), get_request(capture_id, 0.0)
         for stores in (self._known_stores, self._refreshed_stores):
-            for store in search.order(await stores()):
+            for store in search.order(await stores(within)):
+                ask = self._store(store.endpoint).GetCapture
                 try:
-                    await self._call(
-                        store.endpoint, self._store(store.endpoint).GetCapture, request, capture_id=capture_id
-                    )
+                    await self._call(store.endpoint, ask, request, within=within, capture_id=capture_id)
                 except exc.ResiduumError as failure:
                     search.missed(store, failure)
                 else:
@@ -236,12 +242,14 @@ class AsyncStoreClient:
         request: Any,
         *,
         extra: float = 0.0,
+        within: Deadline | None = None,
         **facts: str,
     ) -> _Answer:
-        """Make a unary call with the client's timeout plus `extra` seconds."""
+        """Make a unary call with the client's timeout plus `extra` seconds, but not beyond `within`."""
         for_tenant(request, self._tenant)
+        limits = [None if self._timeout is None else self._timeout + extra, within.remaining() if within else None]
         try:
-            answer = await method(request, timeout=None if self._timeout is None else self._timeout + extra)
+            answer = await method(request, timeout=min((limit for limit in limits if limit is not None), default=None))
         except grpc.RpcError as error:
             has_answered = self._channels.has_answered(endpoint)
             failure = from_rpc_error(error, endpoint, has_answered=has_answered, **facts)
@@ -267,13 +275,13 @@ class AsyncStoreClient:
     async def _read(self, reading: Reading, timeout: float | None) -> AsyncIterator[bytes]:
         """Yield the messages of a read. If the connection breaks, read again; `reading` ignores repeated rows."""
         capture_id, moved = reading.request.capture_id, False
-        await self._known_stores()
         deadline = Deadline(timeout)
+        await self._known_stores(deadline)
         retries = ReadRetries(deadline)
         call, memory, endpoint, ended = None, None, "", False
         while True:
             try:
-                endpoint = await self._find(capture_id)
+                endpoint = await self._find(capture_id, deadline)
                 memory = None if retries.is_failing else await self._borrow_memory(endpoint, deadline)
                 reading.begin(memory)
                 call = self._reader(endpoint)(for_tenant(reading.request, self._tenant), timeout=deadline.remaining())
@@ -289,7 +297,7 @@ class AsyncStoreClient:
                 delay = retries.seconds_after(failure, self._patience(failure))
                 if delay is None:
                     moved = not moved and reading.is_at_start and isinstance(failure, exc.UnknownCapture)
-                    if not moved or not await self._may_be_elsewhere([capture_id]):
+                    if not moved or not await self._may_be_elsewhere([capture_id], deadline):
                         raise (retries.verdict(failure) or reading.explain(failure)) from None
                     delay = 0.0
             else:
@@ -343,7 +351,7 @@ class AsyncStoreClient:
             UnknownCapture: No store holds some of the captures; the message names them.
         """
         deadline, searched, stop = Deadline(timeout), set[str](), stop or io.Stop()
-        known = await self._known_stores()
+        known = await self._known_stores(deadline)
         is_only = len(known) == 1
         missed: dict[str, exc.ResiduumError] = {}
         waiting = deque(self._stores.by_likely_store(capture_ids, known))
@@ -358,7 +366,7 @@ class AsyncStoreClient:
                         yield acts
                     missed |= reading.take_unknown()
                     if missed and is_only:  # no other store can have them, so fail before reading the rows
-                        is_only = len(await self._refreshed_stores()) == 1
+                        is_only = len(await self._refreshed_stores(deadline)) == 1
                         if is_only:
                             raise not_found(list(missed.values()), len(capture_ids))
             except exc.Unavailable as failure:
@@ -388,7 +396,7 @@ class AsyncStoreClient:
             UnknownCapture: No store has some of the captures.
             Unavailable: A store does not answer the search, or the store of a capture cannot be read.
         """
-        if not await self._may_be_elsewhere(missed) or not searched.isdisjoint(missed):
+        if not await self._may_be_elsewhere(missed, deadline) or not searched.isdisjoint(missed):
             raise not_found(list(missed.values()), total)
         searched.update(missed)
         unknown: list[exc.ResiduumError] = []
@@ -399,14 +407,14 @@ class AsyncStoreClient:
                 unknown.append(failure)
         if unknown:
             raise not_found(unknown, total)
-        return self._stores.by_likely_store(missed, await self._known_stores())
+        return self._stores.by_likely_store(missed, await self._known_stores(deadline))
 
     async def _find_in_time(self, capture_id: str, deadline: Deadline) -> None:
         """Find the store of a capture. If a store that may have it is away, retry as reads do."""
         retries = ReadRetries(deadline)
         while True:
             try:
-                await self._find(capture_id)
+                await self._find(capture_id, deadline)
             except exc.ResiduumError as failure:
                 delay = retries.seconds_after(failure, self._patience(failure))
                 if delay is None:

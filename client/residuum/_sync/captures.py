@@ -538,15 +538,20 @@ class CaptureClient(DeletionClient):
                 found.append(StoreStats.from_proto(store, answer))
         return found
 
-    def _captures(self, request: store_pb2.ListCapturesRequest, *, allow_partial: bool) -> Iterator[CaptureSummary]:
-        listing = Listing(self._refreshed_stores(), request)
-        yield from self._listed(listing, allow_partial=allow_partial)
+    def _captures(
+        self, request: store_pb2.ListCapturesRequest, within: Deadline | None = None, *, allow_partial: bool
+    ) -> Iterator[CaptureSummary]:
+        listing = Listing(self._refreshed_stores(within), request)
+        yield from self._listed(listing, within, allow_partial=allow_partial)
 
-    def _listed(self, listing: Listing, *, allow_partial: bool) -> Generator[CaptureSummary, None]:
+    def _listed(
+        self, listing: Listing, within: Deadline | None = None, *, allow_partial: bool
+    ) -> Generator[CaptureSummary, None]:
         while not listing.is_over:
             for store, request in listing.due():
+                ask = self._store(store.endpoint).ListCaptures
                 try:
-                    page = self._call(store.endpoint, self._store(store.endpoint).ListCaptures, request)
+                    page = self._call(store.endpoint, ask, request, within=within)
                 except (exc.Unavailable, exc.DeadlineExceeded) as failure:
                     self._leave_out(store, failure, allow_partial=allow_partial)
                     listing.leave_out(store)
@@ -640,7 +645,8 @@ class CaptureClient(DeletionClient):
         request, retries = list_request(prefix, states, where), ReadRetries(deadline)
         while True:
             try:
-                found = {(item.capture_id, item.tenant): item for item in self._captures(request, allow_partial=False)}
+                listed = self._captures(request, deadline, allow_partial=False)
+                found = {(item.capture_id, item.tenant): item for item in listed}
             except exc.ResiduumError as failure:
                 delay = retries.seconds_after(failure, self._patience(failure))
                 if delay is None:

@@ -98,7 +98,7 @@ class SearchClient(CaptureClient):
         )  # fmt: skip
         for_tenant(request, self._tenant)
         deadline = Deadline(timeout)
-        endpoints = [store.endpoint for store in self._refreshed_stores()]
+        endpoints = [store.endpoint for store in self._refreshed_stores(deadline)]
         answers = [SearchAnswer() for _ in endpoints]
         with progress_bar("searching", None, enabled=progress, of_bytes=True) as advance:
 

@@ -86,8 +86,12 @@ class StoreClient:
             >>> client.info().num_layers
             30
         """
+        return self._info(check_store=check_store)
+
+    def _info(self, *, check_store: bool = False, within: Deadline | None = None) -> ModelInfo:
         request = inference_pb2.GetModelInfoRequest(check_store=check_store)
-        return ModelInfo.from_proto(self._call(self.endpoint, self._inference.GetModelInfo, request))
+        answer = self._call(self.endpoint, self._inference.GetModelInfo, request, within=within)
+        return ModelInfo.from_proto(answer)
 
     def store_endpoints(self) -> tuple[str, ...]:
         """Return the addresses of the stores: those given to the client, otherwise those from the inference service.
@@ -124,7 +128,7 @@ class StoreClient:
 
     def _has_memory(self, capture_ids: Sequence[str], deadline: Deadline) -> bool:
         """Tell whether the store that likely has most of these captures shares memory with this client."""
-        groups = self._stores.by_likely_store(capture_ids, self._known_stores())
+        groups = self._stores.by_likely_store(capture_ids, self._known_stores(deadline))
         endpoint, _ = max(groups, key=lambda group: len(group[1]))
         memory = self._borrow_memory(endpoint, deadline)
         if memory is not None:
@@ -167,19 +171,20 @@ class StoreClient:
     def _store(self, endpoint: str) -> store_pb2_grpc.StoreServiceStub:
         return self._channels.stub(store_pb2_grpc.StoreServiceStub, endpoint)
 
-    def _known_stores(self) -> tuple[StoreAddress, ...]:
-        return self._stores.stores or self._refreshed_stores(needs_all=False)
+    def _known_stores(self, within: Deadline | None = None) -> tuple[StoreAddress, ...]:
+        return self._stores.stores or self._refreshed_stores(within, needs_all=False)
 
-    def _refreshed_stores(self, *, needs_all: bool = True) -> tuple[StoreAddress, ...]:
+    def _refreshed_stores(self, within: Deadline | None = None, *, needs_all: bool = True) -> tuple[StoreAddress, ...]:
         """Return the stores, including those that the inference service has added since the last call.
 
         Args:
+            within: The deadline of the whole operation, if it has one.
             needs_all: Warn if the inference service does not answer and there may be stores that are not known.
         """
         if self._stores.is_named:
             return self._stores.stores
         try:
-            advertised = self.info().stores
+            advertised = self._info(within=within).stores
         except exc.ResiduumError as failure:
             known = self._stores.last_known(warns=needs_all)
             if known:
@@ -199,25 +204,26 @@ class StoreClient:
                 raise
         return ask(self._find(capture_id))
 
-    def _may_be_elsewhere(self, capture_ids: Iterable[str]) -> bool:
+    def _may_be_elsewhere(self, capture_ids: Iterable[str], within: Deadline | None = None) -> bool:
         """Forget the store of captures that were not there, and tell whether there are other stores to search."""
         for capture_id in capture_ids:
             self._stores.forget(capture_id)
-        return len(self._refreshed_stores()) > 1
+        return len(self._refreshed_stores(within)) > 1
 
-    def _find(self, capture_id: str) -> str:
+    def _find(self, capture_id: str, within: Deadline | None = None) -> str:
         """Return the endpoint of the store that holds a capture. If there is only one store, it is not asked."""
-        self._known_stores()
+        self._known_stores(within)
         store = self._stores.known(capture_id)
-        return (store or self._search(capture_id)).endpoint
+        return (store or self._search(capture_id, within)).endpoint
 
-    def _search(self, capture_id: str) -> StoreAddress:
+    def _search(self, capture_id: str, within: Deadline | None) -> StoreAddress:
         """Ask the known stores for a capture one by one, and then the stores that were added since."""
         search, request = Search(capture_id), get_request(capture_id, 0.0)
         for stores in (self._known_stores, self._refreshed_stores):
-            for store in search.order(stores()):
+            for store in search.order(stores(within)):
+                ask = self._store(store.endpoint).GetCapture
                 try:
-                    self._call(store.endpoint, self._store(store.endpoint).GetCapture, request, capture_id=capture_id)
+                    self._call(store.endpoint, ask, request, within=within, capture_id=capture_id)
                 except exc.ResiduumError as failure:
                     search.missed(store, failure)
                 else:
@@ -232,12 +238,14 @@ class StoreClient:
         request: Any,
         *,
         extra: float = 0.0,
+        within: Deadline | None = None,
         **facts: str,
     ) -> _Answer:
-        """Make a unary call with the client's timeout plus `extra` seconds."""
+        """Make a unary call with the client's timeout plus `extra` seconds, but not beyond `within`."""
         for_tenant(request, self._tenant)
+        limits = [None if self._timeout is None else self._timeout + extra, within.remaining() if within else None]
         try:
-            answer = method(request, timeout=None if self._timeout is None else self._timeout + extra)
+            answer = method(request, timeout=min((limit for limit in limits if limit is not None), default=None))
         except grpc.RpcError as error:
             has_answered = self._channels.has_answered(endpoint)
             failure = from_rpc_error(error, endpoint, has_answered=has_answered, **facts)
@@ -263,13 +271,13 @@ class StoreClient:
     def _read(self, reading: Reading, timeout: float | None) -> Iterator[bytes]:
         """Yield the messages of a read. If the connection breaks, read again; `reading` ignores repeated rows."""
         capture_id, moved = reading.request.capture_id, False
-        self._known_stores()
         deadline = Deadline(timeout)
+        self._known_stores(deadline)
         retries = ReadRetries(deadline)
         call, memory, endpoint, ended = None, None, "", False
         while True:
             try:
-                endpoint = self._find(capture_id)
+                endpoint = self._find(capture_id, deadline)
                 memory = None if retries.is_failing else self._borrow_memory(endpoint, deadline)
                 reading.begin(memory)
                 call = self._reader(endpoint)(for_tenant(reading.request, self._tenant), timeout=deadline.remaining())
@@ -285,7 +293,7 @@ class StoreClient:
                 delay = retries.seconds_after(failure, self._patience(failure))
                 if delay is None:
                     moved = not moved and reading.is_at_start and isinstance(failure, exc.UnknownCapture)
-                    if not moved or not self._may_be_elsewhere([capture_id]):
+                    if not moved or not self._may_be_elsewhere([capture_id], deadline):
                         raise (retries.verdict(failure) or reading.explain(failure)) from None
                     delay = 0.0
             else:
@@ -339,7 +347,7 @@ class StoreClient:
             UnknownCapture: No store holds some of the captures; the message names them.
         """
         deadline, searched, stop = Deadline(timeout), set[str](), stop or io.Stop()
-        known = self._known_stores()
+        known = self._known_stores(deadline)
         is_only = len(known) == 1
         missed: dict[str, exc.ResiduumError] = {}
         waiting = deque(self._stores.by_likely_store(capture_ids, known))
@@ -353,7 +361,7 @@ class StoreClient:
                     yield from reading.add(data)
                     missed |= reading.take_unknown()
                     if missed and is_only:  # no other store can have them, so fail before reading the rows
-                        is_only = len(self._refreshed_stores()) == 1
+                        is_only = len(self._refreshed_stores(deadline)) == 1
                         if is_only:
                             raise not_found(list(missed.values()), len(capture_ids))
             except exc.Unavailable as failure:
@@ -383,7 +391,7 @@ class StoreClient:
             UnknownCapture: No store has some of the captures.
             Unavailable: A store does not answer the search, or the store of a capture cannot be read.
         """
-        if not self._may_be_elsewhere(missed) or not searched.isdisjoint(missed):
+        if not self._may_be_elsewhere(missed, deadline) or not searched.isdisjoint(missed):
             raise not_found(list(missed.values()), total)
         searched.update(missed)
         unknown: list[exc.ResiduumError] = []
@@ -394,14 +402,14 @@ class StoreClient:
                 unknown.append(failure)
         if unknown:
             raise not_found(unknown, total)
-        return self._stores.by_likely_store(missed, self._known_stores())
+        return self._stores.by_likely_store(missed, self._known_stores(deadline))
 
     def _find_in_time(self, capture_id: str, deadline: Deadline) -> None:
         """Find the store of a capture. If a store that may have it is away, retry as reads do."""
         retries = ReadRetries(deadline)
         while True:
             try:
-                self._find(capture_id)
+                self._find(capture_id, deadline)
             except exc.ResiduumError as failure:
                 delay = retries.seconds_after(failure, self._patience(failure))
                 if delay is None:

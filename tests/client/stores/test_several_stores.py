@@ -7,6 +7,7 @@ import json
 import signal
 import socket
 import threading
+import time
 
 import grpc
 import pytest
@@ -260,6 +261,29 @@ async def test_a_capture_on_a_lower_rank_is_found_if_the_first_store_is_unreacha
     name = placed("c")
     group.put(ranks(NAMES, name)[2], name)
     assert (await client.manifest(name)).capture_id == name
+
+
+@pytest.mark.parametrize("peer_that_is_silent", ["inference", "store"])
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda client: client.activations("x-1", timeout=0.5),
+        lambda client: client.activations(["x-1"], timeout=0.5),
+        lambda client: client.follow("x-1", timeout=0.5),
+        lambda client: client.rows(prefix="x-", layer=0, timeout=0.5),
+        lambda client: client.search([1.0] * HIDDEN, layer=0, timeout=0.5),
+    ],
+    ids=["one", "list", "follow", "rows", "search"],
+)
+async def test_the_timeout_of_a_read_counts_while_its_stores_are_looked_for(
+    make, group, silent, read, peer_that_is_silent
+):
+    """The calls that find out where to read had the client's own timeout."""
+    stores = None if peer_that_is_silent == "inference" else [*group.address("a", "b"), f"c={silent}"]
+    began = time.monotonic()
+    with pytest.raises((residuum.DeadlineExceeded, residuum.Unreachable)):
+        await read(make(silent, store=stores, timeout=20))
+    assert time.monotonic() - began < 8, "gRPC gives up a connection without an answer after 10 s"
 
 
 async def test_no_capture_is_reported_unknown_while_a_store_is_unreachable(make, group, away):
