@@ -22,6 +22,7 @@ from residuum.exceptions import (
     UnknownModel,
     UnknownOperation,
     UnknownSite,
+    Unreachable,
 )
 from residuum.protocol.deadlines import Deadline
 from residuum.protocol.requests import IfExists, Prompt, check_if_exists, check_probes, short
@@ -270,7 +271,8 @@ class Outage:
         if not self._is_of_outage(index, failure) or (was_accepted and not self._plan.may_repeat(index)):
             raise failure
         with self._lock:
-            if was_accepted:
+            # If the connection broke, the request may run, and its capture may exist, although no answer came.
+            if self._plan.may_repeat(index) and (was_accepted or isinstance(failure, Unreachable)):
                 self._broken.add(index)
             if self.is_on and not is_attempt:
                 return

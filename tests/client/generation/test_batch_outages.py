@@ -7,6 +7,7 @@ import threading
 import time
 import uuid
 
+import grpc
 import pytest
 
 import residuum
@@ -143,6 +144,35 @@ async def test_an_id_that_still_counts_as_running_is_tried_again_after_a_break(c
             ["a"], capture=residuum.Capture(layers=[1]), request_ids=[name], if_exists="skip", max_tokens=3
         )
     assert refused
+    assert len(reply.token_ids) == 3
+
+
+async def test_an_id_that_still_counts_as_running_is_tried_again_if_no_answer_came(client, peer, monkeypatch):
+    """The service opened the capture, and was killed before it could answer."""
+    name, claim, claims = uuid.uuid4().hex, peer._claim, []
+
+    def claim_late(request):
+        claims.append(request)
+        if len(claims) == 1:
+            raise ConnectionError
+        if len(claims) == 2:
+            raise Failure(Reason.ERROR_REASON_CAPTURE_EXISTS, "Its request is still running.", capture_id=name)
+        return claim(request)
+
+    def start(request, context):
+        try:
+            yield from generate(request, context)
+        except ConnectionError:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+
+    generate = peer._generate
+    monkeypatch.setattr(peer, "_claim", claim_late)
+    monkeypatch.setattr(peer, "_generate", start)
+    with pytest.warns(residuum.OutageWarning):
+        (reply,) = await client.generate_many(
+            ["a"], capture=residuum.Capture(layers=[1]), request_ids=[name], if_exists="skip", max_tokens=3
+        )
+    assert len(claims) == 3
     assert len(reply.token_ids) == 3
 
 
