@@ -234,6 +234,20 @@ async def test_a_client_learns_of_an_added_store(make, endpoint, peer, group):
     assert (await client.activations(group.put("c", "last"), allow_partial=True)).manifest.capture_id == "last"
 
 
+async def test_a_store_with_a_new_address_keeps_its_captures(make, endpoint, peer, group):
+    """The client knows that the capture is in the store, whose address has changed since."""
+    before = FlakyStore(group.stores["a"].endpoint)
+    peer.script.stores = [f"a={before.endpoint}", *group.address("b")]
+    client = make(endpoint, timeout=10)
+    name = group.put("a", "settled")
+    assert (await client.manifest(name)).capture_id == name
+    before.stop()
+    peer.script.stores = group.address("a", "b")
+    assert len(await client.store_endpoints()) == 2
+    assert (await client.activations(name, allow_partial=True, timeout=10)).manifest.capture_id == name
+    assert (await client.activations([name], allow_partial=True, timeout=10))[0].manifest.capture_id == name
+
+
 async def test_a_capture_that_was_made_again_on_another_store_is_found(make, group):
     client = make("127.0.0.1:1", store=group.address())
     group.put("a", "wanderer")

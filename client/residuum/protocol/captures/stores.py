@@ -119,9 +119,10 @@ class StoreDirectory:
     def known(self, capture_id: str) -> StoreAddress | None:
         """Return the store of a capture; None if it is unknown and must be searched for."""
         known = self._of.get(capture_id)
-        if known is not None:
-            return known
-        return self._stores[0] if len(self._stores) == 1 else None
+        if known is None:
+            return self._stores[0] if len(self._stores) == 1 else None
+        # A store may have got another address since.
+        return next((store for store in self._stores if store.name == known.name), known)
 
     def by_likely_store(
         self,
