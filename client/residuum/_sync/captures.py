@@ -533,7 +533,7 @@ class CaptureClient(DeletionClient):
             try:
                 answer = self._call(store.endpoint, self._store(store.endpoint).GetStats, request)
             except (exc.Unavailable, exc.DeadlineExceeded) as failure:
-                self._leave_out(store, failure, allow_partial=allow_partial)
+                self._leave_out(store, failure, allow_partial=allow_partial, stacklevel=3)
             else:
                 found.append(StoreStats.from_proto(store, answer))
         return found
@@ -560,11 +560,13 @@ class CaptureClient(DeletionClient):
             for name, summary in listing.ready():
                 yield CaptureSummary.from_proto(summary, name)
 
-    def _leave_out(self, store: StoreAddress, failure: exc.ResiduumError, *, allow_partial: bool) -> None:
+    def _leave_out(
+        self, store: StoreAddress, failure: exc.ResiduumError, *, allow_partial: bool, stacklevel: int = 4
+    ) -> None:
         error = silent_store({store: failure}, "What it holds is unknown.")
         if not allow_partial:
             raise error from None
-        warnings.warn(str(error), exc.SilentStoreWarning, stacklevel=4)
+        warnings.warn(str(error), exc.SilentStoreWarning, stacklevel=stacklevel)
 
     def _follow(self, reading: Reading, timeout: float | None = None) -> Generator[Piece, None]:
         for data in self._read(reading, timeout):

@@ -372,6 +372,18 @@ async def test_lists_and_stats_report_an_unreachable_store(make, group, away):
     assert (health.stores[away], health.ok) == ("UNREACHABLE", False)
 
 
+def test_the_warning_about_an_unreachable_store_is_where_the_user_asks(group, away):
+    with residuum.Client(store=[*group.address("a"), f"c={away}"]) as client:
+
+        def ask(name):
+            return list(getattr(client, name)(allow_partial=True))
+
+        for name in ("captures", "stats"):
+            with pytest.warns(residuum.SilentStoreWarning) as warned:
+                ask(name)
+            assert [item.lineno for item in warned] == [ask.__code__.co_firstlineno + 1]
+
+
 async def test_stats_of_all_stores_add_up(make, group):
     for at in range(3):
         group.put(NAMES[at], f"n-{at}")
