@@ -143,7 +143,14 @@ def test_a_manifest_says_how_rows_are_encoded(encoding, options, compression, wi
     assert document["sequences"]["0"]["layers"]["3"]["shape"] == [2, width]
 
 
-@pytest.mark.parametrize("text", ["hello", "[]", "{}", '{"description": 3}', '{"description": {}, "sequences": 7}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "hello", "[]", "{}", '{"description": 3}', '{"description": {}, "sequences": 7}',
+        '{"description": {}, "sequences": {"0": 7}}', "[" * 100_000,
+    ],
+    ids=range(7),
+)  # fmt: skip
 def test_invalid_manifests_are_refused(text):
     with pytest.raises(residuum.InvalidRequest, match="not a manifest"):
         residuum.Manifest.from_json(text)

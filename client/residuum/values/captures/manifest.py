@@ -319,7 +319,7 @@ class Manifest:
         """
         try:
             return cls.from_proto(from_document(json.loads(text)))
-        except (ValueError, json_format.ParseError) as error:
+        except (ValueError, TypeError, RecursionError, json_format.ParseError) as error:
             raise InvalidRequest(f"The text is not a manifest: {error}", reason="INVALID_FIELD") from None
 
     @classmethod
