@@ -65,12 +65,14 @@ A failure whose reason this version does not know is mapped by its gRPC code.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from residuum.values.captures.manifest import Manifest
     from residuum.values.captures.manifest_records import RowSet
     from residuum.values.replies.generation import Reply
+
+_Error = TypeVar("_Error", bound=BaseException)
 
 
 class ResiduumError(Exception):
@@ -88,7 +90,7 @@ class ResiduumError(Exception):
 
     def __reduce__(self) -> tuple[Callable[..., ResiduumError], tuple[object, ...]]:
         # BaseException would call the class with only the message, but some constructors take more arguments.
-        return _unpickled, (type(self), self.args, self.__dict__.copy())
+        return unpickled, (type(self), self.args, self.__dict__.copy())
 
     @property
     def request_id(self) -> str | None:
@@ -101,7 +103,8 @@ class ResiduumError(Exception):
         return self.metadata.get("capture_id") or self.metadata.get("request_id")
 
 
-def _unpickled(kind: type[ResiduumError], arguments: tuple[object, ...], facts: dict[str, object]) -> ResiduumError:
+def unpickled(kind: type[_Error], arguments: tuple[object, ...], facts: dict[str, object]) -> _Error:
+    """Return the exception of a pickle, without calling its class."""
     error = kind.__new__(kind)
     error.args = arguments
     error.__dict__.update(facts)
@@ -397,6 +400,9 @@ class BatchInterrupted(KeyboardInterrupt):
         super().__init__(unfinished(replies, can_skip=can_skip))
         self.replies = list(replies)
         self.errors = dict(errors)
+
+    def __reduce__(self) -> tuple[Callable[..., BatchInterrupted], tuple[object, ...]]:
+        return unpickled, (type(self), self.args, self.__dict__.copy())  # as for ResiduumError
 
 
 def unfinished(replies: Sequence[Reply | None], *, can_skip: bool = False) -> str:

@@ -161,6 +161,15 @@ def test_exceptions_survive_pickling(error, again):
     assert getattr(other, "endpoint", None) == getattr(error, "endpoint", None)
 
 
+@pytest.mark.parametrize("kind", [residuum.BatchInterrupted, residuum.BatchCancelled])
+def test_interrupted_batches_survive_pickling(kind):
+    """concurrent.futures pickles what a worker process raises, also after Ctrl-C."""
+    failure = residuum.EmptyPrompt("empty", reason="EMPTY_PROMPT")
+    other = pickle.loads(pickle.dumps(kind([None], {0: failure}, can_skip=True)))
+    assert (type(other), str(other)) == (kind, str(kind([None], {}, can_skip=True)))
+    assert (other.replies, other.errors[0].reason) == ([None], "EMPTY_PROMPT")
+
+
 class BareError(grpc.RpcError):
     def __init__(self, code):
         self._code = code

@@ -8,7 +8,7 @@ from contextlib import aclosing
 
 from residuum._async.io import Stop
 from residuum._async.streams import AsyncStream
-from residuum.exceptions import RequestAborted, ResiduumError, unfinished
+from residuum.exceptions import RequestAborted, ResiduumError, unfinished, unpickled
 from residuum.rpc import tracing
 from residuum.transport.batches import BatchResults, Outage, check_concurrency
 from residuum.transport.progress import progress_bar
@@ -32,6 +32,9 @@ class BatchCancelled(Exception):  # noqa: N818 - it is not an error
         super().__init__(unfinished(replies, can_skip=can_skip))
         self.replies = list(replies)
         self.errors = dict(errors)
+
+    def __reduce__(self) -> tuple[Callable[..., BatchCancelled], tuple[object, ...]]:
+        return unpickled, (type(self), self.args, self.__dict__.copy())  # as for ResiduumError
 
 
 async def run_batch(
