@@ -18,6 +18,7 @@ NOT_IN_SYNC = {residuum.AsyncStream: {"open"}}
 
 SYNC_WORDS = {
     "AsyncClient": "Client",
+    "AsyncGenerator": "Generator",
     "AsyncIterator": "Iterator",
     "AsyncStream": "Stream",
 }
@@ -96,3 +97,10 @@ def test_the_module_of_a_class_is_the_public_one(kind):
 def test_bad_arguments_are_refused_when_an_iterator_is_made(kind, call):
     with pytest.raises(residuum.InvalidRequest):
         call(kind("localhost:1"))
+
+
+@pytest.mark.parametrize("name", ["captures", "follow", "generate_as_completed"])
+def test_what_is_read_bit_by_bit_is_declared_as_a_generator(name):
+    """So type checkers know that it can be closed, and contextlib.closing and aclosing take it."""
+    for kind, declared in ((residuum.Client, "Generator["), (residuum.AsyncClient, "AsyncGenerator[")):
+        assert inspect.signature(getattr(kind, name)).return_annotation.startswith(declared)

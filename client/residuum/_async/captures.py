@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import warnings
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, overload
@@ -304,7 +304,7 @@ class AsyncCaptureClient(AsyncDeletionClient):
         positions: PositionsLike = None,
         timeout: float | None = None,
         allow_partial: bool = False,
-    ) -> AsyncIterator[Piece]:
+    ) -> AsyncGenerator[Piece, None]:
         """Yield rows while the model generates, until the capture has ended. Each row comes once, in no fixed order.
 
         The arguments are those of `activations`, for one sequence. If the store is away, the client waits for it as
@@ -387,7 +387,7 @@ class AsyncCaptureClient(AsyncDeletionClient):
 
     def captures(
         self, *, prefix: str = "", states: str | Iterable[str] = (), where: str = "", allow_partial: bool = False
-    ) -> AsyncIterator[CaptureSummary]:
+    ) -> AsyncGenerator[CaptureSummary, None]:
         """Yield the captures of all stores, newest first. Pages are fetched as they are needed.
 
         Args:
@@ -541,7 +541,7 @@ class AsyncCaptureClient(AsyncDeletionClient):
 
     async def _captures(
         self, request: store_pb2.ListCapturesRequest, within: Deadline | None = None, *, allow_partial: bool
-    ) -> AsyncIterator[CaptureSummary]:
+    ) -> AsyncGenerator[CaptureSummary, None]:
         listing = Listing(await self._refreshed_stores(within), request)
         async for summary in self._listed(listing, within, allow_partial=allow_partial):
             yield summary
@@ -576,7 +576,7 @@ class AsyncCaptureClient(AsyncDeletionClient):
                 yield piece
         reading.manifest()
 
-    async def _followed(self, reading: Reading, timeout: float | None) -> AsyncIterator[Piece]:
+    async def _followed(self, reading: Reading, timeout: float | None) -> AsyncGenerator[Piece, None]:
         is_empty = True
         async with aclosing(self._follow(reading, timeout)) as pieces:
             async for piece in pieces:

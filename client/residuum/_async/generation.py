@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -261,7 +261,7 @@ class AsyncGenerationClient(AsyncUploadClient):
         max_concurrency: int = 32,
         progress: bool = True,
         **sampling: Unpack[Sampling],
-    ) -> AsyncIterator[tuple[int, Reply]]:
+    ) -> AsyncGenerator[tuple[int, Reply], None]:
         """Generate for many prompts at once, and yield each reply when its generation ends.
 
         The arguments are those of `generate_many`. Closing the generator stops the prompts that are running.

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import os
 import warnings
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, overload
@@ -305,7 +305,7 @@ class CaptureClient(DeletionClient):
         positions: PositionsLike = None,
         timeout: float | None = None,
         allow_partial: bool = False,
-    ) -> Iterator[Piece]:
+    ) -> Generator[Piece, None]:
         """Yield rows while the model generates, until the capture has ended. Each row comes once, in no fixed order.
 
         The arguments are those of `activations`, for one sequence. If the store is away, the client waits for it as
@@ -386,7 +386,7 @@ class CaptureClient(DeletionClient):
 
     def captures(
         self, *, prefix: str = "", states: str | Iterable[str] = (), where: str = "", allow_partial: bool = False
-    ) -> Iterator[CaptureSummary]:
+    ) -> Generator[CaptureSummary, None]:
         """Yield the captures of all stores, newest first. Pages are fetched as they are needed.
 
         Args:
@@ -540,7 +540,7 @@ class CaptureClient(DeletionClient):
 
     def _captures(
         self, request: store_pb2.ListCapturesRequest, within: Deadline | None = None, *, allow_partial: bool
-    ) -> Iterator[CaptureSummary]:
+    ) -> Generator[CaptureSummary, None]:
         listing = Listing(self._refreshed_stores(within), request)
         yield from self._listed(listing, within, allow_partial=allow_partial)
 
@@ -573,7 +573,7 @@ class CaptureClient(DeletionClient):
             yield from reading.add(data)
         reading.manifest()
 
-    def _followed(self, reading: Reading, timeout: float | None) -> Iterator[Piece]:
+    def _followed(self, reading: Reading, timeout: float | None) -> Generator[Piece, None]:
         is_empty = True
         with closing(self._follow(reading, timeout)) as pieces:
             for piece in pieces:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -261,7 +261,7 @@ class GenerationClient(UploadClient):
         max_concurrency: int = 32,
         progress: bool = True,
         **sampling: Unpack[Sampling],
-    ) -> Iterator[tuple[int, Reply]]:
+    ) -> Generator[tuple[int, Reply], None]:
         """Generate for many prompts at once, and yield each reply when its generation ends.
 
         The arguments are those of `generate_many`. Closing the generator stops the prompts that are running.

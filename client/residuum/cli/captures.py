@@ -8,7 +8,7 @@ import datetime
 import itertools
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,7 @@ def list_captures(options: argparse.Namespace, output: Output) -> int:
                 columns.append("store")
             if client.credentials.has_token and options.tenant is None:  # admins see the captures of all tenants
                 columns.append("tenant")
-            summaries = client.captures(**_filter_of(options), allow_partial=True)
+            summaries: Iterator[residuum.CaptureSummary] = client.captures(**_filter_of(options), allow_partial=True)
         else:
             summaries = client.captures(**_filter_of(options))
         if options.by is not None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -48,7 +48,7 @@ async def sweep(request: Request) -> Response:
                 capture=Capture(layers=[layer], sites=[directions.steering_site], positions="generated"), **sampling,
             )  # fmt: skip
             # Its requests end before their captures are deleted.
-            async with aclosing(cast("AsyncGenerator[tuple[int, Reply], None]", batch)):
+            async with aclosing(batch):
                 async for index, reply in batch:
                     yield "point", {"scale": scales[index], **await _response(client, reply, layer, measure)}
 
