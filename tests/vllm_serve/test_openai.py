@@ -322,9 +322,9 @@ def test_the_choices_of_several_prompts_have_their_own_scores(api: openai.OpenAI
         np.testing.assert_allclose(choice.model_extra["residuum"]["scores"]["probe"], scores["probe"], rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["", "batch"])
+@pytest.mark.parametrize("name", [None, "batch"])
 def test_the_conversations_of_a_batch_have_their_own_captures_and_scores(
-    api: openai.OpenAI, captures: residuum.Client, name: str
+    api: openai.OpenAI, captures: residuum.Client, name: str | None
 ) -> None:
     chats = [[{"role": "user", "content": text}] for text in ("Hello", "What is the capital of France?")]
     asked = asking(ALL, probes=residuum.Probe(WEIGHTS[0], layer=12), request_id=name)
