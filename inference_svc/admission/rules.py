@@ -81,7 +81,7 @@ def rule_digests(spec: probe_pb2.ProbeSpec | None) -> list[bytes]:
 
 
 def action_name(action: rule_pb2.RuleAction.ValueType) -> str:
-    """Return an action's name in metrics and logs: "flag", "abort" or "steer"."""
+    """Return an action's name in metrics, logs and answers: "flag", "abort" or "steer"."""
     return rule_pb2.RuleAction.Name(action).removeprefix("RULE_ACTION_").lower()
 
 

@@ -13,12 +13,13 @@ from collections import defaultdict
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from residuum.v1 import rule_pb2
+from inference_svc.admission.rules import action_name
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Sequence
 
     from inference_svc.engine.streams import Delta
+    from residuum.v1 import rule_pb2
 
     Message = MutableMapping[str, Any]
     Send = Callable[[Message], Awaitable[None]]
@@ -149,7 +150,7 @@ def _event(event: rule_pb2.RuleEvent) -> dict[str, Any]:
         "rule": event.rule,
         "token": event.token,
         "score": _plain(event.score),
-        "action": rule_pb2.RuleAction.Name(event.action).removeprefix("RULE_ACTION_").lower(),
+        "action": action_name(event.action),
     }
     return {**fields, "first_position": event.first_position} if event.HasField("first_position") else fields
 

@@ -47,7 +47,7 @@ class Leases:
         self._ends: OrderedDict[_Lease, float] = OrderedDict()  # in order of the end
         self._counts: Counter[str] = Counter()  # leases of each holder
 
-    def renew(self, service: str, holder: str = ANY_TENANT) -> bool:
+    def renew(self, service: str, holder: str) -> bool:
         """Start a lease, or start it anew. Return False if there are too many leases for another one.
 
         Args:
@@ -65,7 +65,7 @@ class Leases:
             self._ends.move_to_end(lease)
             return True
 
-    def is_held(self, service: str, tenant: str = "") -> bool:
+    def is_held(self, service: str, tenant: str) -> bool:
         """Return whether a lease that has not run out keeps a tenant's captures of a service open."""
         leases = (_Lease(service, ANY_TENANT), _Lease(service, tenant))
         with self._lock:

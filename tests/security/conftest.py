@@ -82,10 +82,16 @@ async def inference(tmp_path):
 
 
 @pytest.fixture
-def call(store, tokens):
+def store_settings():
+    """Return further settings of the store of `call`."""
+    return {}
+
+
+@pytest.fixture
+def call(store, tokens, store_settings):
     """Makes callers of one store, with a tenant and rights."""
     callers = []
-    with store(tokens=tokens.path) as endpoint:
+    with store(tokens=tokens.path, **store_settings) as endpoint:
 
         def make(tenant, *rights):
             callers.append(Caller(endpoint, tokens.add(tenant, *rights)))

@@ -20,18 +20,9 @@ LEASE = 1.0
 
 
 @pytest.fixture
-def call(store, tokens):
-    """Makes callers of one store with short leases."""
-    callers = []
-    with store(tokens=tokens.path, lease_seconds=LEASE, ending_timeout_seconds=0.2) as endpoint:
-
-        def make(tenant, *rights):
-            callers.append(Caller(endpoint, tokens.add(tenant, *rights)))
-            return callers[-1]
-
-        yield make
-        for caller in callers:
-            caller.channel.close()
+def store_settings():
+    """Return settings with short leases."""
+    return {"lease_seconds": LEASE, "ending_timeout_seconds": 0.2}
 
 
 def open_of(caller, name, tenant="", *, service):

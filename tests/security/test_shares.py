@@ -28,8 +28,21 @@ LIMIT = Reason.ERROR_REASON_LIMIT_REACHED
 
 
 @contextmanager
+def begun(call):
+    """Wait for the first answer of a call, which goes on until the context ends. Yield what ended it, or None."""
+    try:
+        next(call)
+    except grpc.RpcError as error:
+        yield failure_from_rpc_error(error)
+    else:
+        yield None
+    finally:
+        call.cancel()
+
+
+@contextmanager
 def writing(caller, tenant=""):
-    """Open a capture, and keep a stream of its rows open. Return what ended the stream, or "" if it goes on."""
+    """Open a capture, and keep a stream of its rows open. Yield what ended the stream, or None if it goes on."""
     name = f"w-{uuid.uuid4().hex}"
     caller.open(name, tenant)
     over, chunk = threading.Event(), make_chunk(LAYERS, [0])
@@ -38,30 +51,16 @@ def writing(caller, tenant=""):
         yield append_prefix(1, name, len(chunk), tenant) + chunk
         over.wait(30)
 
-    call = caller.raw_append(messages(), timeout=30)
     try:
-        next(call)
-    except grpc.RpcError as error:
-        yield failure_from_rpc_error(error)
-    else:
-        yield None
+        with begun(caller.raw_append(messages(), timeout=30)) as failure:
+            yield failure
     finally:
         over.set()
-        call.cancel()
 
 
-@contextmanager
 def following(caller, name):
-    """Follow an open capture. Return what ended the read, or None if it goes on."""
-    call = caller.stub.ReadChunks(store_pb2.ReadChunksRequest(capture_id=name, follow=True), timeout=30)
-    try:
-        next(call)
-    except grpc.RpcError as error:
-        yield failure_from_rpc_error(error)
-    else:
-        yield None
-    finally:
-        call.cancel()
+    """Follow an open capture. Return a context with what ended the read, or None if it goes on."""
+    return begun(caller.stub.ReadChunks(store_pb2.ReadChunksRequest(capture_id=name, follow=True), timeout=30))
 
 
 @pytest.fixture

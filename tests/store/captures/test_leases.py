@@ -9,6 +9,7 @@ import pytest
 
 from residuum.rpc.errors import Reason
 from residuum.v1 import capture_pb2, store_pb2
+from residuum.wire.tokens import ANY_TENANT
 from store_svc.captures import leases as leases_module
 from store_svc.captures.leases import Leases
 from store_svc.captures.lifecycle import Wait
@@ -179,13 +180,13 @@ def test_leases_lapse_in_the_order_of_their_last_renewal() -> None:
     clock = Clock()
     leases = Leases(10.0, clock)
     for name in "abc":
-        leases.renew(name)
+        leases.renew(name, ANY_TENANT)
         clock.now += 1
-    leases.renew("a")
+    leases.renew("a", ANY_TENANT)
     assert leases.next_end() == 111
     clock.now = 111.5
     assert leases.take_lapsed() == {"b"}
-    assert [leases.is_held(name) for name in "abc"] == [True, False, True]
+    assert [leases.is_held(name, "") for name in "abc"] == [True, False, True]
     clock.now = 113
     assert leases.take_lapsed() == {"c", "a"}
     assert leases.next_end() is None
@@ -194,10 +195,10 @@ def test_leases_lapse_in_the_order_of_their_last_renewal() -> None:
 def test_leases_restart_if_the_store_did_not_run() -> None:
     clock = Clock()
     leases = Leases(10.0, clock)
-    leases.renew("a")
+    leases.renew("a", ANY_TENANT)
     clock.now += 3600  # the machine was suspended
     assert leases.take_lapsed() == set()
-    assert leases.is_held("a")
+    assert leases.is_held("a", "")
     clock.now += 10
     assert leases.take_lapsed() == {"a"}
 
@@ -205,4 +206,4 @@ def test_leases_restart_if_the_store_did_not_run() -> None:
 def test_the_number_of_leases_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leases_module, "_MAX_LEASES", 2)
     leases = Leases()
-    assert [leases.renew(name) for name in "aba c".replace(" ", "")] == [True, True, True, False]
+    assert [leases.renew(name, ANY_TENANT) for name in "aba c".replace(" ", "")] == [True, True, True, False]
