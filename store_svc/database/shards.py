@@ -3,7 +3,8 @@
 LMDB has one writer for each file. It lets go of the GIL while it copies, writes and syncs, so several files are written
 on several cores. All other tables stay in the main file, which commits last. A transaction has these steps:
 
-1. `Shards.commit` writes and commits the frames, one thread for each file.
+1. `Shards.commit` writes and commits the frames, one thread for each file. Many bytes take several commits; see
+   `_COMMIT_BYTES`.
 2. If the main file changes, `Shards.commit` then syncs the files of the frames.
 3. The main file commits.
 
@@ -31,7 +32,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from residuum.wire.rows.frame_keys import unpack_frame
 from store_svc.database.frames import PlacedFrame
@@ -46,6 +47,15 @@ _INDEX_BYTES = 16 << 10
 
 _LARGE = 1024
 """LMDB gives larger values pages of their own."""
+
+_COMMIT_BYTES = 4 << 20
+"""Bytes of values after which a shard commits. LMDB copies each value, we read the copy to check it, and the commit
+writes it to the file. So the copies of all shards should fit the processor's cache. Otherwise the store takes half as
+much processor time again, and the model's host waits for its memory meanwhile."""
+
+
+_Put: TypeAlias = tuple[Table, bytes, bytes | memoryview]
+"""A table, a key and its new value."""
 
 
 class Placement:
@@ -166,7 +176,7 @@ class FrameChanges(FrameView):
 
     def __init__(self, files: Sequence[LmdbFile], placement: Placement) -> None:
         super().__init__(files, placement)
-        self.puts: list[list[tuple[Table, bytes, bytes | memoryview]]] = [[] for _ in files]
+        self.puts: list[list[_Put]] = [[] for _ in files]
         """For each shard, what is written."""
         self.placed: list[dict[bytes, PlacedFrame]] = [{} for _ in files]
         """For each shard, those of the written frames that must be compared with their checksums, by key."""
@@ -220,7 +230,7 @@ class FrameChanges(FrameView):
         if not puts and not self.deletes[shard]:
             return 0
         page = self._files[shard].page_bytes
-        return _INDEX_BYTES + sum(
+        return _INDEX_BYTES * len(_parts(puts)) + sum(
             -(-(len(value) + 16) // page) * page if len(value) > _LARGE else 2 * (len(value) + 64)
             for _, _, value in puts
         )
@@ -312,16 +322,19 @@ class Shards:
         file, puts = self.files[shard], changes.puts[shard]
         if keeps_reserve:
             file.allocate(file.used_bytes + changes.growth(shard))
-        with file.writing() as raw:
-            for key in changes.deletes[shard]:
-                raw.delete(key, db=file.tables[Table.FRAMES])
-                raw.delete(key, db=file.tables[Table.HEADS])
-            for table, key, value in puts:
-                raw.put(key, value, db=file.tables[table])
-            for key, frame in changes.placed[shard].items():
-                frame.check(raw.get(key, db=file.tables[Table.FRAMES]))
-        if puts:
-            self._unsettled[shard] = [(table, key) for table, key, _ in puts]
+        placed, deletes = changes.placed[shard], changes.deletes[shard]
+        for part in _parts(puts):
+            with file.writing() as raw:
+                for key in deletes:
+                    raw.delete(key, db=file.tables[Table.FRAMES])
+                    raw.delete(key, db=file.tables[Table.HEADS])
+                for table, key, value in part:
+                    raw.put(key, value, db=file.tables[table])
+                    if table is Table.FRAMES and key in placed:
+                        placed[key].check(raw.get(key, db=file.tables[table]))
+            deletes = []
+            if part:
+                self._unsettled.setdefault(shard, []).extend((table, key) for table, key, _ in part)
 
     def _take_back(self, shard: int) -> None:
         file = self.files[shard]
@@ -344,3 +357,16 @@ class Shards:
         errors += [failure for other in others if (failure := other.exception()) is not None]
         if errors:
             raise next((error for error in errors if not isinstance(error, StoreFullError)), errors[0])
+
+
+def _parts(puts: Sequence[_Put]) -> list[list[_Put]]:
+    """Split what a shard writes into one part for each commit, at least one. Both values of a frame are in one part."""
+    parts: list[list[_Put]] = [[]]
+    size = 0
+    for put in puts:
+        if size >= _COMMIT_BYTES and put[1] != parts[-1][-1][1]:
+            parts.append([])
+            size = 0
+        parts[-1].append(put)
+        size += len(put[2])
+    return parts

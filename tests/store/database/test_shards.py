@@ -16,17 +16,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from residuum.v1 import store_pb2
+from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire.rows.frame_keys import FrameKey
-from residuum.wire.rows.frames import parse_chunk, split_chunk
+from residuum.wire.rows.frames import checksum, chunk_head, parse_chunk, split_chunk
 from store_svc.captures.capture_names import CaptureName
 from store_svc.captures.catalog import Catalog
 from store_svc.captures.catalog_loading import load_catalog
 from store_svc.captures.numbers import next_number
 from store_svc.database.db import DamagedError, Database, StoreFullError, Table, Txn
-from store_svc.database.frames import PlacedFrame
+from store_svc.database.frames import PayloadChangedError, PlacedFrame
 from store_svc.database.lmdb_file import LmdbFile
-from store_svc.database.shards import FrameChanges, Placement, Shards
+from store_svc.database.shards import FrameChanges, Placement, Shards, _parts
 from store_svc.settings import StoreSettings
 from store_svc.writing.changes import Batch, purge_some
 from tests.store.support import (
@@ -469,6 +469,46 @@ def test_what_cannot_be_undone_for_want_of_room_is_undone_before_the_next_write(
 
 def _no_room() -> None:
     raise StoreFullError("no room to sync")
+
+
+def test_a_damaged_payload_undoes_what_its_shard_committed_before_it(tmp_path: Path) -> None:
+    header = capture_pb2.ChunkHeader()
+    payloads = [bytes([position]) * (3 * MIB) for position in range(12)]
+    frames = {
+        key(1, position=position): PlacedFrame(chunk_head(header, 0), memoryview(payload), checksum(payload))
+        for position, payload in enumerate(payloads)
+    }
+    damaged = {**frames, key(1, position=11): frames[key(1, position=11)]._replace(crc32c=0)}
+
+    def change(txn: Txn, frames: dict[bytes, PlacedFrame]) -> None:
+        for found, frame in frames.items():
+            txn.put_frame(found, frame)
+
+    with database(tmp_path / "db", shards=2) as db:
+        db.write(partial(change, frames={key(2): frames[key(1)]}))
+        with pytest.raises(PayloadChangedError):
+            db.write(partial(change, frames=damaged))
+        assert frames_of(db) == [key(2)]
+        with db.read() as txn:
+            assert [bool(txn.get(Table.HEADS, found)) for found in (key(1), key(2))] == [False, True]
+        db.write(partial(change, frames=frames))
+        assert len(frames_of(db)) == 13
+
+
+_PUTS = st.lists(st.tuples(st.integers(0, 300), st.integers(0, 9 * MIB) | st.integers(4 * MIB - 300, 4 * MIB)))
+
+
+@settings(max_examples=50)
+@given(_PUTS)
+def test_a_shard_commits_often_and_both_values_of_a_frame_at_once(sizes: list[tuple[int, int]]) -> None:
+    puts: list[tuple[Table, bytes, bytes | memoryview]] = []
+    for number, (head, payload) in enumerate(sizes):
+        puts += [(Table.HEADS, key(number), bytes(head)), (Table.FRAMES, key(number), memoryview(bytes(payload)))]
+    parts = _parts(puts)
+    assert [put for part in parts for put in part] == puts
+    assert all(part[0][0] is Table.HEADS and part[-1][0] is Table.FRAMES for part in parts if puts)
+    for part in parts[:-1]:
+        assert sum(len(value) for _, _, value in part) >= 4 * MIB > sum(len(value) for _, _, value in part[:-2])
 
 
 def test_a_change_that_raises_writes_no_frames(tmp_path: Path) -> None:
