@@ -31,7 +31,16 @@ from typing import IO, Any, TypeVar
 
 from store_svc.database.frames import PayloadChangedError, PlacedFrame, StoredFrame
 from store_svc.database.large_values import LargeValues
-from store_svc.database.lmdb_file import DamagedError, LmdbFile, StoreFullError, Table, items, limit_text, next_key
+from store_svc.database.lmdb_file import (
+    TRIAL,
+    DamagedError,
+    LmdbFile,
+    StoreFullError,
+    Table,
+    items,
+    limit_text,
+    next_key,
+)
 from store_svc.database.shards import FrameChanges, FrameView, Shards
 
 __all__ = [
@@ -68,9 +77,6 @@ _LEAST_SHARD_RESERVE = 256 << 10
 
 _OF_FRAMES = {Table.FRAMES, Table.HEADS}
 """The tables that shards have."""
-
-_TRIAL = b"trial"
-"""META's key of a trial's bytes. Its value is empty between trials."""
 
 _NOT_FOR_FOLDERS = {errno.EINVAL, errno.ENOTSUP}
 """Errors of file systems on which folders cannot be synced, or need no sync."""
@@ -172,9 +178,9 @@ class Txn:
         """Write a value that means nothing to a file that holds frames."""
         if changes := self._changes(Table.FRAMES):
             self.wrote = True
-            changes.put_meta(shard, _TRIAL, value)
+            changes.put_meta(shard, TRIAL, value)
         else:
-            self.put(Table.META, _TRIAL, value)
+            self.put(Table.META, TRIAL, value)
 
     def delete(self, table: Table, key: bytes) -> None:
         """Delete a key and its value, if present."""

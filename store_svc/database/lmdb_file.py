@@ -49,6 +49,9 @@ _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 _CANNOT_ALLOCATE = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV}
 """Errors of file systems that cannot allocate bytes in advance."""
 
+TRIAL = b"trial"
+"""META's key of a trial's bytes. Its value is empty between trials."""
+
 
 class Table(enum.Enum):
     """The tables."""
@@ -186,6 +189,16 @@ class LmdbFile:
             if self._env.info()["last_txnid"] == number:  # LMDB commits nothing if nothing was changed
                 self.used_bytes = used
                 self.is_synced = self._sync_roots
+
+    def commit_nothing(self) -> None:
+        """Commit a transaction that means nothing: LMDB uses freed pages only two transactions later.
+
+        Raises:
+            StoreFullError: There is no room. Nothing was written.
+            DamagedError: LMDB failed in another way.
+        """
+        with self.writing() as raw:
+            raw.put(TRIAL, b"", db=self.tables[Table.META])
 
     def measure(self, raw: Any) -> int:
         """Return the bytes of the pages that the tables take, as a transaction sees them."""

@@ -31,6 +31,7 @@ import hashlib
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -341,6 +342,8 @@ class Shards:
         with file.writing() as raw:
             for table, key in self._unsettled[shard]:
                 raw.delete(key, db=file.tables[table])
+        with suppress(StoreFullError):
+            file.commit_nothing()  # so the next write can use the pages, and a smaller part of the work may fit
         file.sync()
         del self._unsettled[shard]
 

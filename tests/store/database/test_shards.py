@@ -467,6 +467,23 @@ def test_what_cannot_be_undone_for_want_of_room_is_undone_before_the_next_write(
         assert frames_of(db) == [key(3)]
 
 
+def test_what_was_undone_leaves_its_room_to_the_next_write(tmp_path: Path) -> None:
+    """The writer then writes the half of its work. It would fail, too, as long as the pages cannot be used again."""
+    with database(tmp_path / "db", shards=2) as db:
+        assert db._shards
+        frames = {key(1, position=position): bytes(MIB) for position in range(80)}
+        ours = [found for found in frames if db._shards._placement.of(found)[0] == 0]
+        others = [found for found in frames if found not in ours]
+        mixed = [found for pair in zip(ours[:10], others[:10], strict=True) for found in pair]
+        large = {others[10]: bytes(20 * MIB)}
+        with file_limit(14 * MIB):
+            with pytest.raises(StoreFullError):
+                db.write(put_frames({**{found: frames[found] for found in mixed}, **large}))
+            assert frames_of(db) == []
+            db.write(put_frames({found: frames[found] for found in mixed}))
+        assert frames_of(db) == sorted(mixed)
+
+
 def _no_room() -> None:
     raise StoreFullError("no room to sync")
 
