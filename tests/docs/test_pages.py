@@ -135,6 +135,14 @@ def test_clients_have_an_endpoint(page: Path):
     assert "Client()" not in page.read_text(), "there is no default"
 
 
+@pytest.mark.parametrize("page", [ROOT / "README.md", DOCS / "quickstart.md"], ids=lambda page: page.stem)
+def test_first_pages_activate_the_environment_before_they_use_it(page: Path):
+    """`make` installs into .venv, and a new shell finds nothing there."""
+    text = page.read_text()
+    assert text.index("`source .venv/bin/activate`") < text.index("import residuum")
+    assert text.index("`source .venv/bin/activate`") < text.index("\n$ residuum ")
+
+
 @pytest.mark.parametrize("name", sorted(set(residuum.__all__) - {"__version__"}))
 def test_every_public_name_has_a_docstring(name: str):
     thing = getattr(residuum, name)
