@@ -175,6 +175,7 @@ async def test_an_aborted_capture_raises(client, peer, endpoint):
             list(stream)
     manifest = await client.manifest(stream.request_id, wait=True)
     assert manifest.state == "aborted"
+    assert manifest.describe_missing() == "no row of its tokens is missing"
     with pytest.raises(residuum.AbortedCapture, match="stopped") as caught:
         await client.activations(stream.request_id)
     assert isinstance(caught.value, residuum.ResiduumError)

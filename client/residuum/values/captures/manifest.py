@@ -286,6 +286,8 @@ class Manifest:
             return "nothing is missing"
         if not self.missing and not self.is_final:
             return "nothing is known to be missing yet: the capture is still open"
+        if not self.missing and self.sequences:
+            return "no row of its tokens is missing"
         if not self.missing:
             return "the store does not know which rows are missing"
         named = "; ".join(str(rows) for rows in self.missing[:limit])
