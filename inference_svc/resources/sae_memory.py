@@ -164,7 +164,7 @@ class SAEMemory:
 
     def _check_header(self, header: sae_pb2.SAEHeader) -> EncoderShape:
         if not self._max_bytes:
-            raise _invalid("header", f"This server takes no sparse autoencoders. {HOW_TO_ENABLE}")
+            raise _invalid("header", f"This server has no memory for sparse autoencoders and lenses. {HOW_TO_ENABLE}")
         if len(header.digest) != DIGEST_BYTES:
             raise _invalid("header.digest", f"The digest has {len(header.digest)} bytes, not {DIGEST_BYTES}.")
         try:

@@ -56,7 +56,7 @@ class AsyncUploadClient(AsyncSearchClient):
         Raises:
             LimitReached: It does not fit into the server's memory for encoders; the message says what is left.
             BadSAE: Rows of the model have another width.
-            InvalidRequest: The server takes no sparse autoencoders.
+            InvalidRequest: The server has no memory for sparse autoencoders.
 
         Example:
             >>> (await client.put_sae(residuum.sae.load("sae/"))).free_bytes

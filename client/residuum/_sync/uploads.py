@@ -57,7 +57,7 @@ class UploadClient(SearchClient):
         Raises:
             LimitReached: It does not fit into the server's memory for encoders; the message says what is left.
             BadSAE: Rows of the model have another width.
-            InvalidRequest: The server takes no sparse autoencoders.
+            InvalidRequest: The server has no memory for sparse autoencoders.
 
         Example:
             >>> client.put_sae(residuum.sae.load("sae/")).free_bytes

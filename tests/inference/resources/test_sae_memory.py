@@ -208,7 +208,8 @@ async def test_a_worker_that_cannot_load_is_reported():
 async def test_a_server_without_memory_for_encoders_refuses_them():
     async with running_service() as service:
         failure = await failure_of(service.stub.PutSAE(messages(ONE)))
-        assert (failure.reason_name, "--sae-mib" in str(failure)) == ("INVALID_FIELD", True)
+        assert failure.reason_name == "INVALID_FIELD"
+        assert "no memory for sparse autoencoders and lenses. Ask its operator to set --sae-mib" in str(failure)
 
 
 async def test_requests_need_their_encoder(tmp_path):
