@@ -568,7 +568,8 @@ def _lock(path: Path) -> IO[bytes]:
     except OSError:
         handle.close()
         raise DamagedError(
-            f"{path.parent} is in use by another store. Stop that store, or choose another --path."
+            f"{path.parent} is in use by another store. Stop that store, or choose another folder: --path, "
+            "or --data of residuum serve."
         ) from None
     return handle
 

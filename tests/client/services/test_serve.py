@@ -93,7 +93,7 @@ def test_a_second_start_in_the_same_folder_does_not_end_the_first(scripted, tmp_
     with serve_command.serving("peer", progress=False) as (store, inference):
         before = store.endpoint, inference.endpoint
         with (
-            pytest.raises(ServiceFailedError, match="is in use by another store"),
+            pytest.raises(ServiceFailedError, match=r"is in use by another store.*--data of residuum serve"),
             serve_command.serving("peer", progress=False),
         ):
             pass
