@@ -78,6 +78,7 @@ def serving(
         raise WrongCommandLineError("set either a data folder or temporary, not both")
     _check_can_serve(flags, needs_store=True)
     settings = _checked_settings(model, flags)
+    store_arguments = [*NO_FILE, *_store_tokens(settings)]
     ports = USUAL_PORTS if all(map(is_free, USUAL_PORTS)) else (0, 0)
     line = ProgressLine(sys.stderr, shown=progress)
     # No timeout, because downloading a model may take long. Ctrl-C ends the wait.
@@ -87,7 +88,7 @@ def serving(
             model,
             ports=ports,
             inference_arguments=flags,
-            store_arguments=NO_FILE,
+            store_arguments=store_arguments,
             inference_module=_INFERENCE,
             cwd=Path.cwd(),
             folder=Path(scratch) if temporary else (data or DEFAULT_DATA).expanduser().absolute(),
@@ -158,6 +159,21 @@ def _checked_settings(model: str, flags: Sequence[str]) -> Any:
             "python -m store_svc, python -m inference_svc"
         )
     return read
+
+
+def _store_tokens(settings: Any) -> list[str]:
+    """Return the flags with which the store requires the same tokens as the inference service.
+
+    Otherwise every caller could read the captures of all tenants at the store, and a tenant would not find its own.
+    """
+    if settings.tokens is None:
+        return []
+    if settings.store_token_file is None:
+        raise WrongCommandLineError(
+            "--tokens needs --store-token-file, because the store requires tokens, too. Make a token for it: "
+            "residuum token --tenant '*' --rights write --append TOKENS > store.token"
+        )
+    return [f"--tokens={settings.tokens.absolute()}"]
 
 
 def _check_can_serve(flags: Sequence[str], *, needs_store: bool) -> None:

@@ -21,6 +21,7 @@ import pytest
 import residuum
 from residuum.cli import main
 from residuum.cli.services import serve as command
+from residuum.wire.tokens import token_hash
 from svc_common import early_end, serve_command
 from svc_common.launcher import Service, ServiceFailedError, is_free, running_services, start_inference, terminable
 
@@ -389,6 +390,21 @@ def test_tls_is_refused_because_the_command_would_wait_for_ever(scripted, tmp_pa
         flags = ["--config", "settings.toml"]
     assert serve_command.main(model="m", data=None, temporary=True, flags=flags) == 2
     assert "without TLS. Leave out --tls-cert, --tls-key" in capsys.readouterr().err
+
+
+def test_the_store_requires_the_same_tokens(scripted, tmp_path, capsys):
+    tokens = tmp_path / "tokens.toml"
+    tokens.write_text(f'[[token]]\nhash = "{token_hash("a-token")}"\ntenant = "alice"\nrights = ["read"]\n')
+    flags = ["--tokens", "tokens.toml"]
+    assert serve_command.main(model="peer", data=None, temporary=True, flags=flags) == 2
+    assert "--tokens needs --store-token-file" in capsys.readouterr().err
+    (tmp_path / "store.token").write_text("another-token")
+    flags += ["--store-token-file", "store.token"]
+    with serve_command.serving("peer", temporary=True, flags=flags, progress=False) as (store, _):
+        with residuum.Client(store=store.endpoint) as anybody, pytest.raises(residuum.Unauthenticated):
+            list(anybody.captures())
+        with residuum.Client(store=store.endpoint, token="a-token") as alice:
+            assert list(alice.captures()) == []
 
 
 @pytest.mark.parametrize("folder", ["file", "file/inner"])
