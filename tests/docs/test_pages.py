@@ -143,6 +143,16 @@ def test_first_pages_activate_the_environment_before_they_use_it(page: Path):
     assert text.index("`source .venv/bin/activate`") < text.index("\n$ residuum ")
 
 
+@pytest.mark.parametrize("page", ["concepts/sites.md", "concepts/steering.md"])
+def test_pages_say_how_to_start_a_server_with_the_sites_of_their_examples(page: str):
+    """The servers of the tests have these sites, and a server by default has not."""
+    blocks = re.findall(r"^```python\n(.*?)^```$", (DOCS / page).read_text(), re.DOTALL | re.MULTILINE)
+    used = set(re.findall(r'"(attn_out|k|mlp_act|mlp_out|q|resid_pre|z)"', "".join(blocks)))
+    (told,) = re.findall(r'`make serve ARGS="--capture-sites ([\w,]+)"`', prose(DOCS / page))
+    assert used
+    assert used <= set(told.split(","))
+
+
 @pytest.mark.parametrize("name", sorted(set(residuum.__all__) - {"__version__"}))
 def test_every_public_name_has_a_docstring(name: str):
     thing = getattr(residuum, name)
