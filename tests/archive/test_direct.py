@@ -102,6 +102,14 @@ def test_lists_filters_and_rows_of_many_captures(store: Client, archive: residuu
     assert [acts.manifest.capture_id for acts in both] == ["train-2", "test-1"]
 
 
+def test_the_warning_of_empty_captures_is_where_the_user_asks(store: Client, archive: residuum.Archive) -> None:
+    archived(store, "a", "b")
+    for wanted, count in (("a", 1), (["a", "b"], 2)):
+        with pytest.warns(residuum.EmptyCaptureWarning) as warned:
+            archive.activations(wanted, positions=5000)
+        assert [item.filename for item in warned] == [__file__] * count
+
+
 def wait_for_label(archive: residuum.Archive, name: str) -> None:
     def is_there() -> bool:
         archive.refresh()

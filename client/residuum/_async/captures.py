@@ -7,7 +7,6 @@ import os
 import warnings
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, overload
 
 from residuum import exceptions as exc
@@ -28,7 +27,7 @@ from residuum.protocol.captures.many import (
     warn_of_left_out,
     warn_of_no_rows,
 )
-from residuum.protocol.captures.reading import Piece, Reading, ReadPlan, plan_read
+from residuum.protocol.captures.reading import Piece, Reading, ReadPlan, plan_read, warn_if_empty
 from residuum.protocol.captures.stores import silent_store
 from residuum.protocol.captures.tenants import tenant_of
 from residuum.protocol.deadlines import Deadline, get_request, label_request, list_request
@@ -147,14 +146,19 @@ class AsyncCaptureClient(AsyncDeletionClient):
         if is_many(request_id):
             names = [check_capture_id(item) for item in request_id]
             plan = plan_read(names[0], **choice) if names else None
-            return in_order(names, await self._activations_of(names, plan, timeout, progress=progress))
+            found = await self._activations_of(names, plan, timeout, progress=progress)
+            for acts in found:
+                warn_if_empty(acts)
+            return in_order(names, found)
         reading = Reading(plan_read(request_id, **choice))
         name = reading.request.capture_id
         with progress_bar(f"reading {name}", None, enabled=progress, of_bytes=True) as advance:
             async for data in self._read(reading, timeout):
                 reading.add(data)
                 advance(reading.take_bytes())
-        return reading.activations()
+        acts = reading.activations()
+        warn_if_empty(acts)
+        return acts
 
     async def rows(
         self,
@@ -216,7 +220,7 @@ class AsyncCaptureClient(AsyncDeletionClient):
             "layers": layer, "sites": site, "sequences": sequences, "positions": positions,
             "follow": True, "allow_partial": allow_partial or leaves_out,
         }  # fmt: skip
-        plan = replace(plan_read(names[0], **choice), warns_if_empty=False) if names else None
+        plan = plan_read(names[0], **choice) if names else None
         found = await client._activations_of(  # noqa: SLF001 - this client, for a tenant
             names, plan, deadline.remaining(), progress=progress
         )
@@ -292,7 +296,9 @@ class AsyncCaptureClient(AsyncDeletionClient):
                     count = reading.take_bytes()
                     advance(count)
                     scratch.touch(count)
-            return await io.write_export(job, reading.activations(), place, scratch.touch)
+            acts = reading.activations()
+            warn_if_empty(acts)
+            return await io.write_export(job, acts, place, scratch.touch)
 
     def follow(
         self,

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -443,7 +442,7 @@ class GenerationClient(UploadClient):
                     group[0].capture, layers=[row.layer for row in group], sites=[group[0].site],
                     sequences=group[0].sequence, positions=[group[0].position], follow=False, allow_partial=True,
                 )  # fmt: skip
-                reading = Reading(replace(plan, warns_if_empty=False))
+                reading = Reading(plan)
                 for data in self._read(reading, timeout):
                     reading.add(data)
                 acts = reading.activations()

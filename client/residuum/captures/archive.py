@@ -9,7 +9,6 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from residuum import exceptions as exc
@@ -26,7 +25,7 @@ from residuum.protocol.captures.many import (
     warn_of_left_out,
     warn_of_no_rows,
 )
-from residuum.protocol.captures.reading import Piece, Reading, ReadPlan, plan_read
+from residuum.protocol.captures.reading import Piece, Reading, ReadPlan, plan_read, warn_if_empty
 from residuum.protocol.captures.tenants import check_tenant
 from residuum.protocol.deadlines import Deadline, list_request
 from residuum.protocol.requests import RequestLike, check_capture_id
@@ -213,6 +212,9 @@ class Archive:
             AbortedCapture: The request was aborted.
             DamagedCapture: An object is missing, or does not match its checksum.
             ArchiveUnreachable: The archive does not answer, or refuses this program.
+
+        Warns:
+            EmptyCaptureWarning: A request has none of the selected positions.
         """
         many = is_many(request_id)
         names = check_ids(request_id) if is_many(request_id) else [check_capture_id(request_id)]
@@ -224,9 +226,11 @@ class Archive:
         )  # fmt: skip
         found = []
         with progress_bar(f"reading {len(names)} captures", len(names), enabled=progress) as advance:
-            for acts in self._read_many(replace(plan, warns_if_empty=not many), names, None):
+            for acts in self._read_many(plan, names, None):
                 found.append(acts)
                 advance(1)
+        for acts in found:
+            warn_if_empty(acts)
         return in_order(names, found) if many else found[0]
 
     def rows(
@@ -259,7 +263,7 @@ class Archive:
             names[0], layers=layer, sites=site, sequences=sequences, positions=positions,
             follow=False, allow_partial=allow_partial or leaves_out,
         ) if names else None  # fmt: skip
-        for acts in self._read_many(replace(plan, warns_if_empty=False), names, None) if plan else ():
+        for acts in self._read_many(plan, names, None) if plan else ():
             if leaves_out and acts.manifest.state != "complete":
                 left_out.append(acts.manifest)
             else:
@@ -301,7 +305,9 @@ class Archive:
                 for _, count in self._read(reading):
                     advance(count)
                     scratch.touch(count)
-            return job.run(reading.activations(), place, scratch.touch)
+            acts = reading.activations()
+            warn_if_empty(acts)
+            return job.run(acts, place, scratch.touch)
 
     # What `residuum.torch`, `residuum.ray` and `row_stream` use of either a client or an archive.
 

@@ -7,7 +7,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -291,7 +291,7 @@ def _aligned_of(
     client: Source, numbers: Mapping[str, int], choice: RowChoice, check: Callable[[Manifest], None]
 ) -> Iterator[StreamedRows]:
     names = list(numbers)
-    plan = replace(choice.plan(names[0]), warns_if_empty=False)
+    plan = choice.plan(names[0])
     for acts in client._read_many(plan, names, None):  # noqa: SLF001 - `activations` would keep all captures in memory
         manifest = acts.manifest
         check_readable(manifest, choice)

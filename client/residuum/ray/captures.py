@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -278,7 +278,7 @@ class _Read:
         plain = schema_of(self.captures[0].dtype, self.captures[0].width)
         for first in range(0, len(small), _SMALL_AT_ONCE):
             names = small[first : first + _SMALL_AT_ONCE]
-            plan = replace(self.choice.plan(names[0]), warns_if_empty=False)
+            plan = self.choice.plan(names[0])
             for acts in client._read_many(plan, names, None):  # noqa: SLF001 - `activations` keeps all captures
                 for batch, _ in batches_of(acts, plain):
                     yield self._labelled(batch, labels[acts.manifest.capture_id])

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 import residuum
+from residuum._async import captures as async_captures
+from residuum._sync import captures as sync_captures
 from residuum._sync import io
 from residuum.protocol.captures.many import MESSAGE_STREAMS, most_streams, split_reads
 from residuum.v1 import store_pb2
@@ -113,6 +115,22 @@ async def test_a_read_that_breaks_within_a_capture_yields_it_once(reader, flaky,
     found = await reader.activations(replies)
     assert [len(names) for names in asked(flaky)] == [4, 3]
     assert np.array_equal(found[1][1], rows(0, POST, 1, range(7)).astype(np.float32))
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+async def test_the_warning_of_empty_captures_is_where_the_user_asks(endpoint, replies, monkeypatch, streams):
+    """Not in the tasks and threads that read."""
+    for module in (async_captures, sync_captures):
+        monkeypatch.setattr(module, "most_streams", lambda names: streams)
+    asked = [*replies, replies[0]]
+    async with residuum.AsyncClient(endpoint) as client:
+        with pytest.warns(residuum.EmptyCaptureWarning) as of_async:
+            await client.activations(asked, positions=5000)
+    with residuum.Client(endpoint) as client, pytest.warns(residuum.EmptyCaptureWarning) as of_sync:
+        client.activations(asked, positions=5000)
+    for warned in (of_async, of_sync):
+        assert {item.filename for item in warned} == {__file__}
+        assert sorted(str(item.message).split()[2] for item in warned) == sorted(reply.request_id for reply in replies)
 
 
 @pytest.mark.parametrize(("timeout", "reads", "tried"), [(None, 5, 120), (100.0, 4, 90)])

@@ -8,7 +8,6 @@ import itertools
 import warnings
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 from residuum.exceptions import (
@@ -222,7 +221,7 @@ class Runner:
             names[0], layers=None, sites=None, sequences=None, positions=None, follow=True, allow_partial=True
         )
         return await service.client._activations_of(  # noqa: SLF001 - `activations` warns of each empty capture
-            names, replace(plan, warns_if_empty=False), None, progress=False
+            names, plan, None, progress=False
         )
 
     async def _activations_if_known(self, service: Service, name: str) -> list[Activations]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -60,8 +60,6 @@ class ReadPlan:
     """The request message."""
     allow_partial: bool
     """Return partial captures too."""
-    warns_if_empty: bool = True
-    """Warn about captures that have none of the selected positions."""
 
     def of(self, capture_id: str) -> ReadPlan:
         """Return the same read of another capture."""
@@ -222,8 +220,6 @@ class Reading:
         """Return the rows as activations. The errors are those of `manifest`."""
         manifest = self.manifest()
         blocks = {key: self._block(key, grid, manifest) for key, grid in self._grids.items()}
-        if self._plan.warns_if_empty:
-            _warn_if_empty(manifest, blocks)
         return Activations(manifest, self._layers, blocks)
 
     def explain(self, failure: exc.ResiduumError) -> exc.ResiduumError:
@@ -386,8 +382,17 @@ def _keep_freed_buffers() -> None:
     np.empty(_LARGE_BLOCK_BYTES, dtype=np.uint8)
 
 
-def _warn_if_empty(manifest: Manifest, blocks: Mapping[_Key, AnyBlock]) -> None:
-    empty = sorted({sequence for (sequence, _), block in blocks.items() if not len(block.positions)})
+def warn_if_empty(acts: Activations) -> None:
+    """Warn if a capture has none of the selected positions.
+
+    Call this where the user's call returns, not in a thread or task of the read: a warning names the caller's line.
+    """
+    manifest = acts.manifest
+    empty = [
+        sequence
+        for sequence in sorted(acts.sequences)
+        if not all(len(acts.select(sequence=sequence, site=site).positions) for site in acts.sites)
+    ]
     if not empty:
         return
     which = f" of sequence {', '.join(map(str, empty))}" if len(manifest.sequences) > 1 else ""
@@ -397,7 +402,7 @@ def _warn_if_empty(manifest: Manifest, blocks: Mapping[_Key, AnyBlock]) -> None:
         f"The capture {manifest.capture_id} has none of the selected positions{which}, so the result has 0 positions."
         f"{until} The prompt has {len(manifest.prompt_token_ids)} tokens, and the last generated token has no row.",
         exc.EmptyCaptureWarning,
-        stacklevel=4,
+        stacklevel=3,
     )
 
 
