@@ -88,6 +88,9 @@ SENTENCES = {
         "When this returns, the request is accepted, its ID is known and its capture can be followed.\n       "
     ),
     ", known once the stream has been entered or first read.": ".",
+    "\n\n        A wait for a piece may be cancelled, as asyncio.wait_for does after its timeout. The next wait goes "
+    "on with the\n        rows that did not come yet. For that it reads the capture again, so do not give a timeout of "
+    "milliseconds.": "",
 }
 """Docstring sentences of the asyncio client, and their replacements for the synchronous client. Each must occur."""
 

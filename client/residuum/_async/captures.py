@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import TYPE_CHECKING, Any, overload
 
 from residuum import exceptions as exc
@@ -317,6 +318,9 @@ class AsyncCaptureClient(AsyncDeletionClient):
         `activations` does. The model may run a step too far, so rows may come for positions after the last one of the
         sequence. The manifest says where the sequence ends.
 
+        A wait for a piece may be cancelled, as asyncio.wait_for does after its timeout. The next wait goes on with the
+        rows that did not come yet. For that it reads the capture again, so do not give a timeout of milliseconds.
+
         Raises:
             IncompleteCapture: Rows are missing. It is raised after the last piece.
             AbortedCapture: The request was aborted. It is raised after the last piece.
@@ -335,7 +339,7 @@ class AsyncCaptureClient(AsyncDeletionClient):
             request_id, layers=layers, sites=sites, sequences=sequence, positions=positions,
             follow=True, allow_partial=allow_partial,
         )  # fmt: skip
-        return self._followed(Reading(plan, keep_values=False), timeout)
+        return io.resumable(partial(self._followed, Reading(plan, keep_values=False)), timeout)
 
     async def manifest(
         self, request_id: RequestLike, *, wait: bool | float = False, archived: bool = False
@@ -583,14 +587,13 @@ class AsyncCaptureClient(AsyncDeletionClient):
         reading.manifest()
 
     async def _followed(self, reading: Reading, timeout: float | None) -> AsyncGenerator[Piece, None]:
-        is_empty = True
         async with aclosing(self._follow(reading, timeout)) as pieces:
             async for piece in pieces:
-                is_empty = False
                 yield piece
         manifest = reading.manifest()
-        if is_empty and manifest.state == "complete":
-            warn_of_no_rows([manifest.capture_id], "there is nothing to follow")
+        if reading.is_empty and manifest.state == "complete":
+            above = 3 + io.RESUMABLE_FRAMES
+            warn_of_no_rows([manifest.capture_id], "there is nothing to follow", stacklevel=above)
 
     async def _activations_of(
         self, capture_ids: Iterable[str], plan: ReadPlan | None, timeout: float | None, *, progress: bool

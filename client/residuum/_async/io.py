@@ -8,13 +8,14 @@ import math
 import os
 import weakref
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import grpc.aio
 
 from residuum.exceptions import ResiduumError
+from residuum.protocol.deadlines import Deadline
 from residuum.rpc.channels import open_aio_channel
 from residuum.v1 import inference_pb2
 
@@ -39,6 +40,9 @@ _TASK_SECONDS = 0.0002
 """About the time that a task needs to build the message of a request."""
 _SAME_TURN_SECONDS = 0.0001
 """A task that comes this soon after another one has worked is taken to come in the same turn."""
+
+RESUMABLE_FRAMES = 1
+"""The frames of `resumable` between a generator and its caller."""
 
 sleep = asyncio.sleep
 
@@ -238,6 +242,42 @@ async def run_in_thread(
         done.add_done_callback(lambda _: None if done.exception() else unwanted(done.result()))
         raise
     return done.result()
+
+
+class resumable(AsyncGenerator[_Item, None]):  # noqa: N801 - a function in `residuum._sync.io`
+    """Yields what a generator yields. If a wait for an item is cancelled, the next one begins the generator again.
+
+    A generator itself ends when a wait is cancelled, and then looks like one that has yielded everything.
+    """
+
+    def __init__(self, begin: Callable[[float | None], AsyncGenerator[_Item, None]], timeout: float | None) -> None:
+        """`begin` takes the seconds that are left of `timeout`, which counts from the first wait."""
+        self._begin = begin
+        self._timeout = timeout
+        self._deadline: Deadline | None = None
+        self._items: AsyncGenerator[_Item, None] | None = None
+
+    def __anext__(self) -> Coroutine[Any, Any, _Item]:
+        return self.asend(None)
+
+    async def asend(self, value: None) -> _Item:
+        try:
+            return await self._generator().asend(value)
+        except asyncio.CancelledError:
+            self._items = None
+            raise
+
+    async def athrow(self, *error: Any) -> _Item:
+        return await self._generator().athrow(*error)
+
+    async def aclose(self) -> None:
+        await self._generator().aclose()
+
+    def _generator(self) -> AsyncGenerator[_Item, None]:
+        if self._items is None:
+            self._deadline = self._deadline or Deadline(self._timeout)
+            self._items = self._begin(self._deadline.remaining())
+        return self._items
 
 
 async def read_event(call: Call) -> inference_pb2.GenerateResponse | None:

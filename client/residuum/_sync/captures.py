@@ -8,6 +8,7 @@ import os
 import warnings
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from typing import TYPE_CHECKING, Any, overload
 
 from residuum import exceptions as exc
@@ -336,7 +337,7 @@ class CaptureClient(DeletionClient):
             request_id, layers=layers, sites=sites, sequences=sequence, positions=positions,
             follow=True, allow_partial=allow_partial,
         )  # fmt: skip
-        return self._followed(Reading(plan, keep_values=False), timeout)
+        return io.resumable(partial(self._followed, Reading(plan, keep_values=False)), timeout)
 
     def manifest(self, request_id: RequestLike, *, wait: bool | float = False, archived: bool = False) -> Manifest:
         """Return the manifest of a capture.
@@ -580,14 +581,12 @@ class CaptureClient(DeletionClient):
         reading.manifest()
 
     def _followed(self, reading: Reading, timeout: float | None) -> Generator[Piece, None]:
-        is_empty = True
         with closing(self._follow(reading, timeout)) as pieces:
-            for piece in pieces:
-                is_empty = False
-                yield piece
+            yield from pieces
         manifest = reading.manifest()
-        if is_empty and manifest.state == "complete":
-            warn_of_no_rows([manifest.capture_id], "there is nothing to follow")
+        if reading.is_empty and manifest.state == "complete":
+            above = 3 + io.RESUMABLE_FRAMES
+            warn_of_no_rows([manifest.capture_id], "there is nothing to follow", stacklevel=above)
 
     def _activations_of(
         self, capture_ids: Iterable[str], plan: ReadPlan | None, timeout: float | None, *, progress: bool

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -38,6 +38,8 @@ sleep = time.sleep
 Lock = threading.Lock
 Turns = nullcontext
 """Threads need no turns: each sends its request when it has built the message."""
+RESUMABLE_FRAMES = 0
+"""The frames of `resumable` between a generator and its caller."""
 
 
 class Stop:
@@ -133,6 +135,11 @@ def run_in_thread(
 ) -> _Result:
     """Return what a function returns that may wait for a moment."""
     return function(*arguments)
+
+
+def resumable(begin: Callable[[float | None], Generator[_Item, None]], timeout: float | None) -> Generator[_Item, None]:
+    """Return what `begin` returns: no other thread can cancel a wait for an item."""
+    return begin(timeout)
 
 
 def read_event(call: Call) -> inference_pb2.GenerateResponse | None:

@@ -269,8 +269,10 @@ async def test_rows_of_impossible_positions_cause_a_warning(client, count):
 
 async def test_following_impossible_positions_causes_a_warning(client):
     reply = await client.generate("a bb", max_tokens=4, capture=residuum.Capture(layers=[0]))
-    with pytest.warns(residuum.EmptyCaptureWarning, match="none of the selected positions, so there is nothing to fo"):
+    what = "none of the selected positions, so there is nothing to follow"
+    with pytest.warns(residuum.EmptyCaptureWarning, match=what) as caught:
         assert await client.follow(reply, positions=5000) == []
+    assert caught[0].filename.endswith("conftest.py")  # the caller, not the client
 
 
 async def test_missing_rows_are_described(client, peer):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+
 import grpc
 import numpy as np
 import pytest
@@ -52,6 +55,65 @@ async def test_an_interrupted_follow_yields_each_row_once(reader, flaky, capture
     flaky.change = change
     pieces = await reader.follow(capture_id, layers=3)
     assert sorted(np.concatenate([piece.positions for piece in pieces]).tolist()) == list(range(32))
+
+
+@pytest.fixture
+def holding(flaky):
+    """Makes the store hold the first read after so many of its messages; other reads are whole."""
+    going_on = threading.Event()
+
+    def hold(count):
+        def change(number, messages):
+            yield from messages[:count]
+            if not number:
+                going_on.wait(60)
+            yield from messages[count:]
+
+        flaky.change = change
+
+    yield hold
+    going_on.set()
+
+
+@pytest.mark.filterwarnings("error::residuum.EmptyCaptureWarning")
+@pytest.mark.parametrize("count", [0, 1, -1])
+async def test_a_follow_goes_on_after_waits_that_were_cancelled(endpoint, flaky, capture_id, holding, count):
+    holding(count)
+    found, cancelled = [], 0
+    async with residuum.AsyncClient(endpoint, store=flaky.endpoint) as client:
+        pieces = client.follow(capture_id, layers=3)
+        while True:
+            try:
+                found.append(await asyncio.wait_for(anext(pieces), 0.5))
+            except asyncio.TimeoutError:
+                cancelled += 1
+            except StopAsyncIteration:
+                break
+    assert cancelled >= 1
+    assert sorted(np.concatenate([piece.positions for piece in found]).tolist()) == list(range(32))
+
+
+async def test_the_timeout_of_a_follow_counts_through_cancelled_waits(endpoint, flaky, capture_id, holding, clock):
+    holding(0)
+    async with residuum.AsyncClient(endpoint, store=flaky.endpoint) as client:
+        pieces = client.follow(capture_id, timeout=60)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(anext(pieces), 0.1)
+        clock.seconds += 61
+        with pytest.raises(residuum.DeadlineExceeded):
+            await anext(pieces)
+        with pytest.raises(StopAsyncIteration):
+            await anext(pieces)
+
+
+async def test_a_follow_that_was_closed_does_not_begin_again(endpoint, flaky, capture_id, holding):
+    holding(0)
+    async with residuum.AsyncClient(endpoint, store=flaky.endpoint) as client:
+        pieces = client.follow(capture_id)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(anext(pieces), 0.1)
+        await pieces.aclose()
+        assert [piece async for piece in pieces] == []
 
 
 @pytest.mark.parametrize(("timeout", "reads", "tried"), [(None, 5, 120), (100.0, 4, 90)])

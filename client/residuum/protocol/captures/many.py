@@ -120,19 +120,20 @@ def warn_of_left_out(manifests: Sequence[Manifest], total: int) -> None:
     )
 
 
-def warn_of_no_rows(capture_ids: Sequence[str], result: str) -> None:
+def warn_of_no_rows(capture_ids: Sequence[str], result: str, *, stacklevel: int = 3) -> None:
     """Warn that captures have none of the selected positions.
 
     Args:
         capture_ids: The captures.
         result: What is empty, such as "the result has 0 rows".
+        stacklevel: The caller's frame, as for `warnings.warn`.
     """
     name, count = next(iter(capture_ids)), len(capture_ids)
     which = f"The capture {name} has none" if count == 1 else f"None of the {count} captures has any"
     warnings.warn(
         f"{which} of the selected positions, so {result}. Check `positions`, and which positions were captured.",
         exc.EmptyCaptureWarning,
-        stacklevel=3,
+        stacklevel=stacklevel,
     )
 
 

@@ -158,6 +158,11 @@ class Reading:
         """Whether no message has arrived."""
         return self._manifest is None
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no wanted row has arrived."""
+        return not any(grid.have.any() for grid in self._grids.values())
+
     def begin(self, memory: SharedPayloads | None = None) -> None:
         """Note that a new call starts, for the first time or after a broken connection.
 
