@@ -182,8 +182,8 @@ class CaptureClient(DeletionClient):
         that.
 
         Args:
-            captures: The captures, as requests, replies or IDs; the rows have their order. None reads the captures that
-                `prefix` and `where` select, in the order of their IDs.
+            captures: The captures, as requests, replies or IDs; the rows have their order. One that is named twice is
+                read once. None reads the captures that `prefix` and `where` select, in the order of their IDs.
             layer: The layer.
             site: The site.
             prefix: Without `captures`: all captures whose ID starts with this; "" means all captures. The client waits
@@ -334,7 +334,7 @@ class CaptureClient(DeletionClient):
             12 [0 1 2 3] (4, 576)
         """
         plan = plan_read(
-            request_id, layers=layers, sites=sites, sequences=sequence, positions=positions,
+            request_id, layers=layers, sites=sites, sequences=[sequence], positions=positions,
             follow=True, allow_partial=allow_partial,
         )  # fmt: skip
         return io.resumable(partial(self._followed, Reading(plan, keep_values=False)), timeout)

@@ -196,6 +196,15 @@ async def test_follow_yields_each_row_once(client, peer):
         assert np.array_equal(values, rows(0, POST, 4, at).astype(np.float32))
 
 
+@pytest.mark.parametrize("sequence", [None, [0, 1]])
+async def test_follow_takes_one_sequence(client, sequence):
+    """A piece does not say of which sequence it is."""
+    reply = await client.generate("a bb", n=2, max_tokens=2, capture=residuum.Capture(layers=[0]))
+    with pytest.raises(TypeError, match="sequence must be a whole number, not"):
+        await client.follow(reply, sequence=sequence)
+    assert len(np.concatenate([piece.positions for piece in await client.follow(reply, sequence=1)])) == 3
+
+
 async def test_follow_ends_with_the_captures_outcome(client, peer):
     peer.script.lost_layers = (1,)
     reply = await client.generate("a bb", max_tokens=4, capture=residuum.Capture(layers=[0, 1]))
