@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 from collections import Counter
@@ -219,7 +220,7 @@ class Outage:
     """
 
     def __init__(self, plan: BatchPlan, patience: Callable[[ResiduumError], float], timeout: float | None) -> None:
-        """Start with services that answer.
+        """Start with services that answer. Call this in the method that the user calls: a warning names its caller.
 
         Args:
             plan: The batch.
@@ -229,6 +230,9 @@ class Outage:
         self._plan = plan
         self._patience = patience
         self._timeout = timeout
+        # Who called `generate_many` or `generate_as_completed`. The threads and tasks that warn do not know it.
+        user = sys._getframe(2)  # noqa: SLF001 - as in the standard library's warnings
+        self._place = user.f_code.co_filename, user.f_lineno, user.f_globals.get("__name__")
         self._retries = ReadRetries(Deadline(None))
         self._lock = threading.Lock()
         self._broken: set[int] = set()
@@ -283,11 +287,14 @@ class Outage:
                 raise self._verdict
             is_new, self.is_on, self._seconds = not self.is_on, True, seconds
         if is_new:
-            warnings.warn(
+            filename, line, module = self._place
+            warnings.warn_explicit(
                 f"The batch waits up to {patience:.0f} s until it can continue, and starts no prompts until then: "
                 f"{failure}",
                 OutageWarning,
-                stacklevel=2,
+                filename,
+                line,
+                module,
             )
 
     def _is_of_outage(self, index: int, failure: ResiduumError) -> bool:

@@ -40,6 +40,21 @@ async def test_replies_come_as_they_complete_after_an_outage(client, peer):
     assert sorted(index for index, _ in replies) == [0, 1, 2]
 
 
+async def test_the_warning_is_where_the_user_starts_the_batch(endpoint, peer):
+    """Not in the threads and tasks that generate."""
+    with residuum.Client(endpoint) as client:
+        for call in (client.generate_many, client.generate_as_completed):
+            peer.script.failures = [AWAY]
+            with pytest.warns(residuum.OutageWarning) as warned:
+                list(call(["a", "bb"], max_tokens=1))
+            assert [item.filename for item in warned] == [__file__]
+    async with residuum.AsyncClient(endpoint) as client:
+        peer.script.failures = [AWAY]
+        with pytest.warns(residuum.OutageWarning) as warned:
+            await client.generate_many(["a", "bb"], max_tokens=1)
+        assert [item.filename for item in warned] == [__file__]
+
+
 async def test_no_prompt_starts_during_an_outage(client, peer):
     peer.script.failures = [AWAY] * 4
     began = time.monotonic()
