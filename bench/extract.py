@@ -202,7 +202,7 @@ def write_rows(folder: Path, mib: int) -> Path:
             os.fsync(file.fileno())
         (folder / info.prompts_file).write_text('{"labels": {}, "input_row": 0}\n')
         left, number = left - count, number + 1
-    (folder / "job.json").write_text(json.dumps({"spec": {"prompts": number, "keep": []}}))
+    (folder / "job.json").write_text(json.dumps({"format": shards.FORMAT, "spec": {"prompts": number, "keep": []}}))
     return folder
 
 

@@ -58,13 +58,13 @@ class JobFolder:
             facts: The versions, for people.
 
         Raises:
-            InvalidRequest: The folder has another job; the message says what differs.
+            InvalidRequest: The folder has another job; the message says what differs. Or its job.json is not of a job.
             FileExistsError: The folder has other files.
         """
         job = self.path / JOB
         if job.is_file():
             self.shards = list(shards_in(self.path))
-            before = _read_json(job)["spec"]
+            before = read_spec(self.path)
             if ROWS in document and ROWS not in before:  # an earlier version did not note the dtype, but files have it
                 before = {**before, ROWS: {**document[ROWS], **_dtype_of(self.shards)}}
             changed = differences(before, json.loads(json.dumps(document, default=str)))
@@ -314,14 +314,25 @@ def _write_job(path: Path, document: Mapping[str, Any], facts: Mapping[str, Any]
     _write_json(path, {"format": FORMAT, "spec": document, "spec_sha256": digest_of(document), **facts})
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_spec(folder: Path) -> dict[str, Any]:
+    """Return what the job of a folder does.
+
+    Raises:
+        InvalidRequest: The file that says so is damaged, or of another program.
+    """
+    path = folder / JOB
     try:
-        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
+        document = None
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise InvalidRequest(
-            f"{path} is damaged. Delete the folder, and run the job again.", reason="INVALID_FIELD"
-        ) from None
-    return document
+            f"{path} is damaged, or of another program. Choose another folder, or delete this one if you do not need "
+            "its files.",
+            reason="INVALID_FIELD",
+        )
+    spec: dict[str, Any] = document["spec"]
+    return spec
 
 
 def _write_json(path: Path, document: Mapping[str, Any]) -> None:

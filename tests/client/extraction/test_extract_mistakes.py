@@ -106,6 +106,18 @@ def test_a_file_of_another_program(folder):
         residuum.Extracted(folder)
 
 
+@pytest.mark.parametrize("text", ["", "[1]", "{}", '{"spec": {}}', '{"format": "of another program", "spec": {}}'])
+async def test_a_job_json_that_is_not_of_a_job_is_kept(client, tmp_path, text):
+    file = tmp_path / "job.json"
+    file.write_text(text)
+    with pytest.raises(residuum.InvalidRequest, match=r"job\.json is damaged, or of another program"):
+        await client.extract(["a"], tmp_path, capture=WHAT)
+    with pytest.raises(residuum.InvalidRequest, match=r"job\.json is damaged, or of another program"):
+        residuum.Extracted(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["job.json"]
+    assert file.read_text() == text
+
+
 def test_a_table_of_pandas_is_refused():
     """Iterating it gives the names of its columns."""
     table = types.SimpleNamespace(columns=["text"], to_dict=dict)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from residuum.extraction.inputs.prompts import Item
-from residuum.extraction.shards import Shard
+from residuum.extraction.shards import FORMAT, Shard
 from tests.client.support.captured import activations
 
 
@@ -40,5 +40,5 @@ def write_extraction(
             first_row, first_prompt = first_row + length, first_prompt + 1
         shard.write(folder / f"rows-{number:05}.safetensors", folder / f"prompts-{number:05}.jsonl")
     spec = {"prompts": first_prompt if total is None else total, "keep": ["y"], **spec}
-    (folder / "job.json").write_text(json.dumps({"spec": spec}))
+    (folder / "job.json").write_text(json.dumps({"format": FORMAT, "spec": spec}))
     return folder

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from residuum.exceptions import InvalidRequest
-from residuum.extraction.folder import JOB, shards_in
+from residuum.extraction.folder import JOB, read_spec, shards_in
 from residuum.extraction.inputs.packing import documents_of
 from residuum.extraction.shards import map_all, read_prompts
 from residuum.protocol.requests import short
@@ -193,10 +193,9 @@ class Extracted:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
-        job = self.folder / JOB
-        if not job.is_file():
+        if not (self.folder / JOB).is_file():
             raise FileNotFoundError(f"There is no job in {self.folder}: it has no {JOB}. Name the folder of a job.")
-        self.spec: Mapping[str, Any] = json.loads(job.read_text(encoding="utf-8"))["spec"]
+        self.spec: Mapping[str, Any] = read_spec(self.folder)
         self.summary: ExtractSummary | None = None
         self._shards = list(shards_in(self.folder))
         self.is_complete = sum(shard.prompts for shard in self._shards) == self.spec["prompts"]
