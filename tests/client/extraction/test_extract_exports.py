@@ -113,7 +113,19 @@ def test_the_command_line_exports(cli, tmp_path):
         cli(*command, "--export", "csv:out")
     with pytest.raises(SystemExit):
         cli(*command, "--export", f"tar:{tmp_path / 'a'}", "--export", f"parquet:{tmp_path / 'a'}")
+    with pytest.raises(SystemExit):
+        cli(*command, "--export", f"tar:{tmp_path / 'a'}", "--export", f"parquet:{tmp_path}/b/../a")
     assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("folder", ["new", "new/rows", "new/other/../rows"])
+def test_an_export_where_the_job_writes_is_refused_before_the_job(cli, tmp_path, capsys, folder):
+    (tmp_path / "p.txt").write_text("a bb ccc\n")
+    command = ["extract", tmp_path / "p.txt", "--output", tmp_path / "new" / "rows", "--capture", "1"]
+    with pytest.raises(SystemExit):
+        cli(*command, "--export", f"tar:{tmp_path / folder}")
+    assert "the folder of --output" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
 
 
 def test_the_command_line_exports_to_several_formats(cli, tmp_path):

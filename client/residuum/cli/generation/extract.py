@@ -184,8 +184,12 @@ def extract(options: argparse.Namespace, output: Output) -> int:
         max_concurrency=options.max_concurrency, progress=not output.as_json, lines=not output.as_json,
     )  # fmt: skip
     exports = options.export or ()
-    if len({folder for _, folder in exports}) < len(exports):
+    targets = {Path(folder).resolve() for _, folder in exports}
+    if len(targets) < len(exports):
         options.usage_error("two exports have the same folder; give each --export its own")
+    rows_folder = Path(options.output).resolve()
+    if targets.intersection((rows_folder, *rows_folder.parents)):
+        options.usage_error("an export has the folder of --output, or one above it; give it another folder")
     for name, folder in exports:
         check_export(folder, name, job.spec.keep)
     with plain_warnings(output):
