@@ -162,8 +162,11 @@ class JobFolder:
 
     def log(self, event: str, **facts: Any) -> None:
         """Add a line to the log."""
-        with (self.path / LOG).open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"event": event, **facts}) + "\n")
+        try:
+            with (self.path / LOG).open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"event": event, **facts}) + "\n")
+        except OSError as error:
+            raise _with_room(error, self.path, 0) from None
 
     def has_kept_captures(self) -> bool:
         """Return whether a run of the job, this one included, was told to keep its captures."""

@@ -26,6 +26,7 @@ from residuum.extraction.running.services import Services
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, inference_pb2
 from tests.client.support.peer import HIDDEN, POST, rows
+from tests.small_disk import small_disk
 
 COMPLETE, INCOMPLETE = capture_pb2.CAPTURE_STATE_COMPLETE, capture_pb2.CAPTURE_STATE_INCOMPLETE
 
@@ -478,6 +479,11 @@ async def test_no_room_on_the_disk(client, prompts, tmp_path):
     assert list(out.glob("*.part")) == []
     await client.extract(prompts, out, capture=WHAT, shard_bytes=300, progress=False)
     assert files(out) == files(tmp_path / "whole")
+
+
+async def test_no_room_for_the_log(client, prompts, tmp_path):
+    with small_disk(tmp_path / "disk", 4096) as disk:  # job.json takes all of it
+        await stopped(client, prompts, disk / "out", r"cannot write to .*No space left.*the same job again", OSError)
 
 
 async def test_a_full_store_stops_the_job(client, peer, prompts, tmp_path):
