@@ -26,7 +26,7 @@ import fcntl
 import os
 import secrets
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -292,7 +292,7 @@ class Database:
     @property
     def num_shards(self) -> int:
         """The number of files that hold frames."""
-        return len(self._shards.files) if self._shards is not None else 1
+        return len(self._frame_files)
 
     def read(self) -> _Reading:
         """Return a context manager of a read transaction. Keep it short: copy the data and leave the context."""
@@ -334,9 +334,9 @@ class Database:
             DamagedError: LMDB failed in another way.
         """
         value = bytes(num_bytes)
-        for shard in range(self.num_shards):
+        for shard, file in enumerate(self._frame_files):
             self.write(partial(Txn.put_trial, shard=shard, value=value))
-            self._end_trial(shard)
+            file.commit_nothing()
 
     def commit_nothing(self) -> None:
         """Commit a transaction to each file that holds frames: LMDB uses freed pages only two transactions later.
@@ -346,8 +346,8 @@ class Database:
         Raises:
             DamagedError: LMDB failed in another way.
         """
-        for shard in range(self.num_shards):
-            self._end_trial(shard)
+        for file in self._frame_files:
+            file.commit_nothing()
 
     def check_reserve(self) -> None:
         """Make sure that half of what is reserved for ending and deleting captures is left in the main file.
@@ -358,10 +358,6 @@ class Database:
             StoreFullError: It is not.
         """
         self._main.check_reserve()
-
-    def _end_trial(self, shard: int) -> None:
-        with suppress(StoreFullError):  # the next trial writes over it
-            self.write(partial(Txn.put_trial, shard=shard, value=b""), reserve=True)
 
     def sync(self) -> None:
         """Sync all commits to disk.
@@ -399,6 +395,10 @@ class Database:
             self._shards.close()
         self._main.close()
         self._lock.close()
+
+    @property
+    def _frame_files(self) -> Sequence[LmdbFile]:
+        return self._shards.files if self._shards is not None else [self._main]
 
     @property
     def _files(self) -> list[LmdbFile]:

@@ -30,7 +30,7 @@ import enum
 import errno
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -195,11 +195,12 @@ class LmdbFile:
     def commit_nothing(self) -> None:
         """Commit a transaction that means nothing: LMDB uses freed pages only two transactions later.
 
+        It empties a trial. If there is no room, it does nothing.
+
         Raises:
-            StoreFullError: There is no room. Nothing was written.
             DamagedError: LMDB failed in another way.
         """
-        with self.writing() as raw:
+        with suppress(StoreFullError), self.writing() as raw:
             raw.put(TRIAL, b"", db=self.tables[Table.META])
 
     def measure(self, raw: Any) -> int:

@@ -31,7 +31,6 @@ import hashlib
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -50,9 +49,9 @@ _LARGE = 1024
 """LMDB gives larger values pages of their own."""
 
 _COMMIT_BYTES = 4 << 20
-"""Bytes of values after which a shard commits. LMDB copies each value, we read the copy to check it, and the commit
-writes it to the file. So the copies of all shards should fit the processor's cache. Otherwise the store takes half as
-much processor time again, and the model's host waits for its memory meanwhile."""
+"""Bytes of values after which a shard commits. LMDB copies each value, the store reads the copy to check it, and the
+commit reads it again to write it to the file. The copies of all shards should fit the processor's cache: otherwise both
+read them from memory."""
 
 
 _Put: TypeAlias = tuple[Table, bytes, bytes | memoryview]
@@ -231,10 +230,11 @@ class FrameChanges(FrameView):
         if not puts and not self.deletes[shard]:
             return 0
         page = self._files[shard].page_bytes
-        return _INDEX_BYTES * len(_parts(puts)) + sum(
+        values = sum(
             -(-(len(value) + 16) // page) * page if len(value) > _LARGE else 2 * (len(value) + 64)
             for _, _, value in puts
         )
+        return values + _INDEX_BYTES * (1 + values // _COMMIT_BYTES)
 
 
 class Shards:
@@ -342,8 +342,7 @@ class Shards:
         with file.writing() as raw:
             for table, key in self._unsettled[shard]:
                 raw.delete(key, db=file.tables[table])
-        with suppress(StoreFullError):
-            file.commit_nothing()  # so the next write can use the pages, and a smaller part of the work may fit
+        file.commit_nothing()  # so the next write can use the pages, and a smaller part of the work may fit
         file.sync()
         del self._unsettled[shard]
 
