@@ -392,6 +392,7 @@ class AsyncGenerationClient(AsyncUploadClient):
         self, plan: BatchPlan, *, model: str | None, timeout: float | None, **sampling: Unpack[Sampling]
     ) -> Callable[[int, io.Stop], AsyncStream]:
         """Return a function that starts the generation for the prompt with a given index."""
+        timeout = call_seconds(timeout)  # now, because this error ends the batch
         rows: dict[StoredRow, Vector] = {}  # the batch reads each only once
 
         def start(index: int, stop: io.Stop) -> AsyncStream:
@@ -414,11 +415,12 @@ class AsyncGenerationClient(AsyncUploadClient):
         stop: io.Stop,
     ) -> AsyncStream:
         async def start() -> tuple[io.Call, ReplyBuilder]:
+            seconds = call_seconds(timeout)
             # Without turns, all requests that start at the same time would be planned before the first is sent, and the
             # server would have nothing to do meanwhile.
             async with self._turns:
                 plan = make_plan()
-            return await self._start(plan, timeout, rows, stop)
+            return await self._start(plan, seconds, rows, stop)
 
         return make_stream(start, self.endpoint, self.update_steering)
 
@@ -478,7 +480,7 @@ class AsyncGenerationClient(AsyncUploadClient):
     async def _generate(
         self, plan: GenerationPlan, timeout: float | None, stop: io.Stop
     ) -> tuple[io.Call, ReplyBuilder]:
-        call = self._inference.Generate(plan.request, timeout=call_seconds(timeout))
+        call = self._inference.Generate(plan.request, timeout=timeout)
         stop.watch(call)
         try:
             has_answered = self._channels.has_answered(self.endpoint)

@@ -392,6 +392,7 @@ class GenerationClient(UploadClient):
         self, plan: BatchPlan, *, model: str | None, timeout: float | None, **sampling: Unpack[Sampling]
     ) -> Callable[[int, io.Stop], Stream]:
         """Return a function that starts the generation for the prompt with a given index."""
+        timeout = call_seconds(timeout)  # now, because this error ends the batch
         rows: dict[StoredRow, Vector] = {}  # the batch reads each only once
 
         def start(index: int, stop: io.Stop) -> Stream:
@@ -414,11 +415,12 @@ class GenerationClient(UploadClient):
         stop: io.Stop,
     ) -> Stream:
         def start() -> tuple[io.Call, ReplyBuilder]:
+            seconds = call_seconds(timeout)
             # Without turns, all requests that start at the same time would be planned before the first is sent, and the
             # server would have nothing to do meanwhile.
             with self._turns:
                 plan = make_plan()
-            return self._start(plan, timeout, rows, stop)
+            return self._start(plan, seconds, rows, stop)
 
         return make_stream(start, self.endpoint, self.update_steering)
 
@@ -476,7 +478,7 @@ class GenerationClient(UploadClient):
         return call, builder
 
     def _generate(self, plan: GenerationPlan, timeout: float | None, stop: io.Stop) -> tuple[io.Call, ReplyBuilder]:
-        call = self._inference.Generate(plan.request, timeout=call_seconds(timeout))
+        call = self._inference.Generate(plan.request, timeout=timeout)
         stop.watch(call)
         try:
             has_answered = self._channels.has_answered(self.endpoint)

@@ -26,6 +26,7 @@ from residuum.extraction.running.prompt_sender import PromptSender
 from residuum.extraction.running.runner import Runner, clean_up
 from residuum.extraction.running.services import Services
 from residuum.extraction.spec import JobSpec, OnError
+from residuum.protocol.deadlines import call_seconds
 from residuum.protocol.requests import stored_rows
 from residuum.transport.batches import check_concurrency
 from residuum.values.model.info import ModelInfo
@@ -75,6 +76,7 @@ class Job:
         self.spec.check()
         if self.max_concurrency is not None:
             check_concurrency(self.max_concurrency)
+        call_seconds(self.timeout)
         if self.on_error not in {"stop", "skip"}:
             raise InvalidRequest(f"on_error={self.on_error!r} does not exist. Choose 'stop' or 'skip'.")
         spec = self.spec

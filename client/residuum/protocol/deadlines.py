@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import datetime
+import math
 import time
 from collections.abc import Iterable, Mapping
+from numbers import Real
 
 from residuum.exceptions import InvalidRequest
-from residuum.protocol.requests import whole_characters
+from residuum.protocol.requests import short, whole_characters
 from residuum.v1 import store_pb2
 from residuum.values.captures.capture import label_list
 from residuum.values.captures.manifest_names import STATES
@@ -22,8 +24,27 @@ _LONGEST_SECONDS = 1e9
 
 
 def call_seconds(timeout: float | None) -> float | None:
-    """Return the timeout of a call; None, no limit, for one that is too long to be reached."""
-    return None if timeout is None or timeout > _LONGEST_SECONDS else timeout
+    """Return the timeout of a call after checking it; None, no limit, for one that is too long to be reached.
+
+    Raises:
+        TypeError: The timeout is neither a number nor None.
+        InvalidRequest: It is NaN.
+    """
+    if timeout is None:
+        return None
+    if not _is_number(timeout):
+        raise TypeError(f"timeout must be a number of seconds, or None for no limit, not {short(timeout)}.")
+    if math.isnan(timeout):
+        raise InvalidRequest(
+            "timeout must be a number of seconds, or None for no limit, not NaN.",
+            reason="INVALID_FIELD",
+            metadata={"field": "timeout"},
+        )
+    return None if timeout > _LONGEST_SECONDS else float(timeout)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 class Deadline:
@@ -38,14 +59,16 @@ class Deadline:
         """Return the deadline for an argument `wait=`. True means no deadline, False means now.
 
         Raises:
+            TypeError: It is neither a bool nor a number.
             InvalidRequest: The number of seconds is below 0.
         """
         if wait is True:
             return cls(None)
+        told = f"wait must be True, False or a number of seconds of at least 0, not {short(wait)}."
+        if wait is not False and not _is_number(wait):
+            raise TypeError(told)
         if not wait >= 0:
-            raise InvalidRequest(
-                f"wait must be True, False or a number of seconds of at least 0, not {wait}.", reason="INVALID_FIELD"
-            )
+            raise InvalidRequest(told, reason="INVALID_FIELD")
         return cls(float(wait))
 
     def remaining(self) -> float | None:

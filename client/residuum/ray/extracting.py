@@ -23,6 +23,7 @@ from residuum.extraction.running.runner import Runner, clean_up
 from residuum.extraction.running.services import Services
 from residuum.extraction.shards import Shard, ShardInfo
 from residuum.extraction.spec import JobSpec, OnError, OnLong
+from residuum.protocol.deadlines import call_seconds
 from residuum.ray.extracted_rows import ShardTables
 from residuum.ray.places import Places, places_of
 from residuum.transport.batches import check_concurrency
@@ -134,6 +135,7 @@ def extract(
     spec.check()
     if max_concurrency is not None:
         check_concurrency(max_concurrency)
+    call_seconds(timeout)
     if on_error not in {"stop", "skip"}:
         raise InvalidRequest(f"on_error={on_error!r} does not exist. Choose 'stop' or 'skip'.")
     schema = prompts.schema()

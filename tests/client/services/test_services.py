@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import threading
 
+import numpy as np
 import pytest
 
 import residuum
@@ -88,6 +90,52 @@ async def test_a_closed_client_cannot_be_used(make, endpoint):
 async def test_a_timeout_beyond_all_clocks_is_no_limit(make, endpoint, captured, seconds):
     client = make(endpoint, timeout=seconds)
     assert (await client.info()).num_layers
+    assert (await client.generate("a", max_tokens=2, timeout=seconds)).token_ids
+    assert (await client.activations(captured, timeout=seconds)).layers
+    assert (await client.manifest(captured, wait=seconds)).state == "complete"
+
+
+WRONG_TIMEOUTS = [
+    ("5", TypeError, r"^timeout must be a number of seconds, or None for no limit, not '5'\.$"),
+    (True, TypeError, "^timeout must be .* not True"),
+    ([1], TypeError, "^timeout must be "),
+    (math.nan, residuum.InvalidRequest, "^timeout must be .* not NaN"),
+]
+
+
+@pytest.mark.parametrize(("timeout", "error", "told"), WRONG_TIMEOUTS)
+async def test_a_timeout_that_is_no_number_is_refused_by_name(
+    client, peer, kind, endpoint, tmp_path, timeout, error, told
+):
+    with pytest.raises(error, match=told):
+        kind(endpoint, timeout=timeout)
+    steer = residuum.Add(residuum.Vector(np.ones(8)), layer=1)  # it would be sent first
+    capture = residuum.Capture(layers=[1])
+    for call in (
+        client.generate("a", steer=steer, timeout=timeout),
+        client.generate_many(["a"], timeout=timeout),
+        client.activations("a", timeout=timeout),
+        client.activations(["a", "b"], timeout=timeout),
+        client.follow("a", timeout=timeout),
+        client.rows(where="y = 1", layer=1, timeout=timeout),
+        client.search(np.ones(8), layer=1, timeout=timeout),
+        client.patch_sweep("a", "b", timeout=timeout),
+        client.extract(["a"], tmp_path / "job", capture=capture, timeout=timeout),
+    ):
+        with pytest.raises(error, match=told):
+            await call
+    assert peer.calls == []
+
+
+@pytest.mark.parametrize(("wait", "error"), [("5", TypeError), (None, TypeError), (math.nan, residuum.InvalidRequest)])
+async def test_a_wait_that_is_no_number_is_refused_by_name(client, wait, error):
+    with pytest.raises(error, match=r"^wait must be True, False or a number"):
+        await client.manifest("a", wait=wait)
+
+
+@pytest.mark.parametrize("seconds", [20, np.float32(20), np.int64(20)])
+async def test_numbers_of_numpy_are_timeouts(make, endpoint, captured, seconds):
+    client = make(endpoint, timeout=seconds)
     assert (await client.generate("a", max_tokens=2, timeout=seconds)).token_ids
     assert (await client.activations(captured, timeout=seconds)).layers
     assert (await client.manifest(captured, wait=seconds)).state == "complete"
