@@ -55,12 +55,15 @@ def open_channel(endpoint: str, *, credentials: Credentials) -> grpc.aio.Channel
 class _Channel:
     """A channel that knows its running calls, because grpc.aio's own `close` finds only some of them.
 
+    It also knows its event loop. In another one, grpc.aio raises errors that do not say what is wrong.
+
     When `close` stops a call, waiting for it raises an error, as with a synchronous channel. grpc.aio would raise
     CancelledError, as if the task had been cancelled.
     """
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._channel = channel
+        self._loop = asyncio.get_running_loop()
         self._calls: weakref.WeakSet[grpc.aio.Call] = weakref.WeakSet()
         self._closed = False
 
@@ -72,7 +75,7 @@ class _Channel:
 
     def unary_stream(self, *arguments: Any, **options: Any) -> Callable[..., _StreamCall]:
         method: Callable[..., Any] = self._channel.unary_stream(*arguments, **options)
-        return lambda *request, **settings: _StreamCall(self, self._noted(method(*request, **settings)))
+        return lambda *request, **settings: _StreamCall(self, self._begin(method, *request, **settings))
 
     def stream_stream(self, *arguments: Any, **options: Any) -> Any:
         """Needed to make stubs. Clients make no such call."""
@@ -100,11 +103,18 @@ class _Channel:
 
     def _answered(self, method: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
         async def answer(*request: Any, **settings: Any) -> Any:
-            return await self.wait(self._noted(method(*request, **settings)))
+            return await self.wait(self._begin(method, *request, **settings))
 
         return answer
 
-    def _noted(self, call: Any) -> Any:
+    def _begin(self, method: Callable[..., Any], *request: Any, **settings: Any) -> Any:
+        if asyncio.get_running_loop() is not self._loop:
+            raise RuntimeError(
+                "This AsyncClient was used in another event loop before. Its connections belong to that loop, so it "
+                "cannot be used in this one. Each asyncio.run() makes a loop: create the client inside of the "
+                "coroutine that uses it, once for each loop; or use residuum.Client, which needs no loop."
+            )
+        call = method(*request, **settings)
         self._calls.add(call)
         return call
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import threading
 
@@ -84,6 +85,32 @@ async def test_a_closed_client_cannot_be_used(make, endpoint):
     await closed.close()
     with pytest.raises(residuum.ClientClosed):
         await closed.info()
+
+
+def test_a_client_of_another_event_loop_is_refused(endpoint, captured):
+    client = residuum.AsyncClient(endpoint)
+    asyncio.run(client.info())
+    told = r"^This AsyncClient was used in another event loop before\..* create the client inside of the coroutine"
+
+    async def read():
+        return [summary async for summary in client.captures()]
+
+    async def stream():
+        async with client.stream("a") as tokens:
+            return [token async for token in tokens]
+
+    async def use():
+        async with client:
+            await client.health()
+
+    calls = (
+        client.info, read, stream, lambda: client.activations(captured), lambda: client.generate_many(["a", "b"]), use
+    )  # fmt: skip
+    for call in calls:
+        with pytest.raises(RuntimeError, match=told):
+            asyncio.run(call())
+    with pytest.raises(residuum.ClientClosed):
+        asyncio.run(client.info())
 
 
 @pytest.mark.parametrize("seconds", [1e10, 1e300, float("inf")])
