@@ -91,6 +91,8 @@ SENTENCES = {
     "\n\n        A wait for a piece may be cancelled, as asyncio.wait_for does after its timeout. The next wait goes "
     "on with the\n        rows that did not come yet. For that it reads the capture again, so do not give a timeout of "
     "milliseconds.": "",
+    "\n\n        A wait for a reply that is cancelled, as asyncio.wait_for does after its timeout, stops them, too. "
+    "What comes\n        next are the other replies that are there, and a BatchFailed for the prompts without one.": "",
 }
 """Docstring sentences of the asyncio client, and their replacements for the synchronous client. Each must occur."""
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 
-from residuum._async.io import Stop
+from residuum._async.io import Stop, resumable
 from residuum._async.streams import AsyncStream
 from residuum.exceptions import RequestAborted, ResiduumError, unfinished, unpickled
 from residuum.rpc import tracing
@@ -55,7 +55,7 @@ async def run_batch(
     return results.all_replies()
 
 
-async def run_as_completed(
+def run_as_completed(
     start: Callable[[int, Stop], AsyncStream],
     results: BatchResults,
     outage: Outage,
@@ -64,12 +64,34 @@ async def run_as_completed(
     progress: bool,
 ) -> AsyncGenerator[tuple[int, Reply], None]:
     """Yield each reply when its generation ends; see `AsyncClient.generate_as_completed`."""
-    async with aclosing(_run(start, results, outage, max_concurrency=max_concurrency, progress=progress)) as ends:
-        async for index in ends:
-            reply = results.replies[index]
-            if reply is not None:
-                yield index, reply
-    results.check()
+    left = set(range(len(results.replies)))
+    runs = [_run(start, results, outage, max_concurrency=max_concurrency, progress=progress)]
+
+    async def begin(_: float | None) -> AsyncGenerator[tuple[int, Reply], None]:
+        async with aclosing(runs.pop() if runs else _stopped(results, left)) as ends:
+            async for index in ends:
+                left.discard(index)
+                reply = results.replies[index]
+                if reply is not None:
+                    yield index, reply
+        results.check()
+
+    return resumable(begin, None)
+
+
+_STOPPED = (
+    "The wait for a reply was cancelled, as asyncio.wait_for does after its timeout, and that stopped all prompts that "
+    "were running. To wait for a limited time, give asyncio.wait a task that waits for the reply: it does not cancel "
+    "the task."
+)
+
+
+async def _stopped(results: BatchResults, left: set[int]) -> AsyncGenerator[int, None]:
+    """Yield the prompts of a batch that a cancelled wait has stopped. Those without a reply have failed."""
+    for index in sorted(left):
+        if results.replies[index] is None and index not in results.errors:
+            results.add(index, RequestAborted(_STOPPED))
+        yield index
 
 
 async def _run(

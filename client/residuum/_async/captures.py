@@ -419,7 +419,8 @@ class AsyncCaptureClient(AsyncDeletionClient):
             ['req-1f…', 'req-09…']
         """
         request = list_request(prefix, states, where)
-        return self._captures(request, allow_partial=allow_partial)
+        begun: list[Listing] = []
+        return io.resumable(lambda _: self._captures(request, allow_partial=allow_partial, begun=begun), None)
 
     async def captures_page(
         self,
@@ -550,10 +551,18 @@ class AsyncCaptureClient(AsyncDeletionClient):
         return found
 
     async def _captures(
-        self, request: store_pb2.ListCapturesRequest, within: Deadline | None = None, *, allow_partial: bool
+        self,
+        request: store_pb2.ListCapturesRequest,
+        within: Deadline | None = None,
+        *,
+        allow_partial: bool,
+        begun: list[Listing] | None = None,
     ) -> AsyncGenerator[CaptureSummary, None]:
-        listing = Listing(await self._refreshed_stores(within), request)
-        async for summary in self._listed(listing, within, allow_partial=allow_partial):
+        """Yield captures, newest first. `begun` keeps the list; with the same one, another call goes on with it."""
+        begun = [] if begun is None else begun
+        if not begun:
+            begun.append(Listing(await self._refreshed_stores(within), request))
+        async for summary in self._listed(begun[0], within, allow_partial=allow_partial):
             yield summary
 
     async def _listed(
@@ -565,7 +574,8 @@ class AsyncCaptureClient(AsyncDeletionClient):
                 try:
                     page = await self._call(store.endpoint, ask, request, within=within)
                 except (exc.Unavailable, exc.DeadlineExceeded) as failure:
-                    self._leave_out(store, failure, allow_partial=allow_partial)
+                    above = 4 + io.RESUMABLE_FRAMES
+                    self._leave_out(store, failure, allow_partial=allow_partial, stacklevel=above)
                     listing.leave_out(store)
                 else:
                     listing.add(store, page)
@@ -573,7 +583,7 @@ class AsyncCaptureClient(AsyncDeletionClient):
                 yield CaptureSummary.from_proto(summary, name)
 
     def _leave_out(
-        self, store: StoreAddress, failure: exc.ResiduumError, *, allow_partial: bool, stacklevel: int = 4
+        self, store: StoreAddress, failure: exc.ResiduumError, *, allow_partial: bool, stacklevel: int
     ) -> None:
         error = silent_store({store: failure}, "What it holds is unknown.")
         if not allow_partial:

@@ -265,6 +265,9 @@ class AsyncGenerationClient(AsyncUploadClient):
 
         The arguments are those of `generate_many`. Closing the generator stops the prompts that are running.
 
+        A wait for a reply that is cancelled, as asyncio.wait_for does after its timeout, stops them, too. What comes
+        next are the other replies that are there, and a BatchFailed for the prompts without one.
+
         Yields:
             The index of a prompt and its reply, in the order in which they end.
 

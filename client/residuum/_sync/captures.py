@@ -415,7 +415,8 @@ class CaptureClient(DeletionClient):
             ['req-1f…', 'req-09…']
         """
         request = list_request(prefix, states, where)
-        return self._captures(request, allow_partial=allow_partial)
+        begun: list[Listing] = []
+        return io.resumable(lambda _: self._captures(request, allow_partial=allow_partial, begun=begun), None)
 
     def captures_page(
         self,
@@ -546,10 +547,18 @@ class CaptureClient(DeletionClient):
         return found
 
     def _captures(
-        self, request: store_pb2.ListCapturesRequest, within: Deadline | None = None, *, allow_partial: bool
+        self,
+        request: store_pb2.ListCapturesRequest,
+        within: Deadline | None = None,
+        *,
+        allow_partial: bool,
+        begun: list[Listing] | None = None,
     ) -> Generator[CaptureSummary, None]:
-        listing = Listing(self._refreshed_stores(within), request)
-        yield from self._listed(listing, within, allow_partial=allow_partial)
+        """Yield captures, newest first. `begun` keeps the list; with the same one, another call goes on with it."""
+        begun = [] if begun is None else begun
+        if not begun:
+            begun.append(Listing(self._refreshed_stores(within), request))
+        yield from self._listed(begun[0], within, allow_partial=allow_partial)
 
     def _listed(
         self, listing: Listing, within: Deadline | None = None, *, allow_partial: bool
@@ -560,7 +569,8 @@ class CaptureClient(DeletionClient):
                 try:
                     page = self._call(store.endpoint, ask, request, within=within)
                 except (exc.Unavailable, exc.DeadlineExceeded) as failure:
-                    self._leave_out(store, failure, allow_partial=allow_partial)
+                    above = 4 + io.RESUMABLE_FRAMES
+                    self._leave_out(store, failure, allow_partial=allow_partial, stacklevel=above)
                     listing.leave_out(store)
                 else:
                     listing.add(store, page)
@@ -568,7 +578,7 @@ class CaptureClient(DeletionClient):
                 yield CaptureSummary.from_proto(summary, name)
 
     def _leave_out(
-        self, store: StoreAddress, failure: exc.ResiduumError, *, allow_partial: bool, stacklevel: int = 4
+        self, store: StoreAddress, failure: exc.ResiduumError, *, allow_partial: bool, stacklevel: int
     ) -> None:
         error = silent_store({store: failure}, "What it holds is unknown.")
         if not allow_partial:

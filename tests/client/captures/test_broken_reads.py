@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import uuid
+from functools import partial
 
 import grpc
 import numpy as np
 import pytest
 
 import residuum
+from residuum._async import captures
+from residuum.protocol.deadlines import list_request
 from residuum.rpc.errors import Failure, Reason
 from tests.client.support.flaky_store import Unknown, parsed
 from tests.client.support.peer import POST, rows
@@ -114,6 +118,39 @@ async def test_a_follow_that_was_closed_does_not_begin_again(endpoint, flaky, ca
             await asyncio.wait_for(anext(pieces), 0.1)
         await pieces.aclose()
         assert [piece async for piece in pieces] == []
+
+
+@pytest.mark.parametrize("held", [0, 1, 2])
+async def test_a_list_goes_on_after_waits_that_were_cancelled(endpoint, flaky, monkeypatch, held):
+    prefix = f"list-{uuid.uuid4().hex}-"
+    names = [f"{prefix}{number}" for number in range(5)]
+    async with residuum.AsyncClient(endpoint) as client:
+        for name in names:
+            await client.generate("a", capture=residuum.Capture(layers=[0]), request_id=name, max_tokens=1)
+    going_on, pages = threading.Event(), 0
+
+    def hold(name):
+        nonlocal pages
+        if name == "ListCaptures":
+            pages += 1
+            if pages == held + 1:
+                going_on.wait(60)
+
+    flaky.before = hold
+    monkeypatch.setattr(captures, "list_request", partial(list_request, page_size=2))
+    found, cancelled = [], 0
+    async with residuum.AsyncClient(endpoint, store=flaky.endpoint) as client:
+        summaries = client.captures(prefix=prefix)
+        while True:
+            try:
+                found.append((await asyncio.wait_for(anext(summaries), 0.5)).capture_id)
+            except asyncio.TimeoutError:
+                cancelled += 1
+            except StopAsyncIteration:
+                break
+        going_on.set()
+    assert cancelled >= 1
+    assert found == names[::-1]
 
 
 @pytest.mark.parametrize(("timeout", "reads", "tried"), [(None, 5, 120), (100.0, 4, 90)])

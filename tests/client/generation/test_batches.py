@@ -158,6 +158,39 @@ async def test_replies_come_as_they_complete_async(endpoint, peer, monkeypatch):
             await anext(replies)
 
 
+async def test_a_cancelled_wait_for_a_reply_loses_no_reply_in_silence(endpoint, peer, monkeypatch):
+    hold, wait = finish_all_but(peer, 1)
+    monkeypatch.setattr(peer, "_deltas", wait)
+    add = BatchResults.add
+    async with residuum.AsyncClient(endpoint) as client:
+        replies = client.generate_as_completed([[1], [2]], max_tokens=1)
+        waiting = asyncio.ensure_future(anext(replies))
+        monkeypatch.setattr(BatchResults, "add", lambda *arguments: (add(*arguments), waiting.cancel()))
+        with pytest.raises(asyncio.CancelledError):  # just when a reply came
+            await waiting
+        index, reply = await anext(replies)
+        assert (index, reply.token_ids) == (1, (3,))
+        told = r"^1 of 2 .* The wait for a reply was cancelled.* asyncio\.wait "
+        with pytest.raises(residuum.BatchFailed, match=told) as caught:
+            await anext(replies)
+        with pytest.raises(StopAsyncIteration):
+            await anext(replies)
+        hold.set()
+    assert caught.value.replies == [None, reply]
+    assert list(caught.value.errors) == [0]
+
+
+async def test_a_cancelled_wait_for_a_reply_stops_the_prompts(endpoint, peer):
+    peer.script.hold = threading.Event()
+    async with residuum.AsyncClient(endpoint) as client:
+        replies = client.generate_as_completed([[1], [2]], max_tokens=50)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(anext(replies), 0.5)
+        assert await asyncio.to_thread(peer.cancelled.wait, 30)
+        with pytest.raises(residuum.BatchFailed, match="2 of 2 prompts failed"):
+            await anext(replies)
+
+
 async def test_as_completed_refuses_bad_arguments_at_once(endpoint, peer):
     async with residuum.AsyncClient(endpoint) as client:
         with pytest.raises(residuum.InvalidRequest, match="steer= has 1 items"):
