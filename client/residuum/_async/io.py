@@ -309,9 +309,11 @@ async def extract(
     **options: Any,
 ) -> Extracted:
     """Run an extraction in this event loop; see `AsyncClient.extract`."""
-    from residuum.extraction.job import job_of, run_job
+    from residuum.extraction.job import job_of, run_job, warn_if_empty
 
-    return await run_job(*job_of(client, source, folder, spec, endpoints, **options))
+    extracted = await run_job(*job_of(client, source, folder, spec, endpoints, **options))
+    warn_if_empty(extracted)
+    return extracted
 
 
 async def write_export(job: ExportJob, acts: Activations, place: Workplace, touch: Callable[[int], None]) -> Export:

@@ -160,9 +160,11 @@ def extract(
     **options: Any,
 ) -> Extracted:
     """Run an extraction, in an event loop of its own; see `Client.extract`."""
-    from residuum.extraction.job import job_of, run_in_thread
+    from residuum.extraction.job import job_of, run_in_thread, warn_if_empty
 
-    return run_in_thread(*job_of(client, source, folder, spec, endpoints, **options))
+    extracted = run_in_thread(*job_of(client, source, folder, spec, endpoints, **options))
+    warn_if_empty(extracted)
+    return extracted
 
 
 def write_export(job: ExportJob, acts: Activations, place: Workplace, touch: Callable[[int], None]) -> Export:

@@ -63,9 +63,10 @@ def silent_stores(output: Output) -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def plain_warnings(output: Output) -> Iterator[None]:
-    """Print warnings when they come, those about services that do not answer each time."""
+    """Print warnings when they come, those about services that do not answer and about no rows each time."""
     with warnings.catch_warnings():
         warnings.simplefilter("always", residuum.OutageWarning)
+        warnings.simplefilter("always", residuum.EmptyCaptureWarning)
         warnings.showwarning = lambda message, *_: output.error(str(message))
         yield
 

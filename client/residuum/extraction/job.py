@@ -170,12 +170,21 @@ async def run_job(job: Job, clients: Callable[[], Sequence[AsyncClient]]) -> Ext
             await services.close()
     extracted = Extracted(job.folder)
     extracted.summary = summary
-    if summary.prompts and not len(extracted):
-        why = "No prompt has any of the selected positions, so there are no rows. Check the positions of `capture`."
-        if summary.failed == summary.prompts:
-            why = "All prompts failed, so there are no rows. `failures` has the reasons."
-        warnings.warn(why, EmptyCaptureWarning, stacklevel=2)
     return extracted
+
+
+def warn_if_empty(extracted: Extracted) -> None:
+    """Warn that a job has no rows. The warning names who called the method that calls `io.extract`, which calls this.
+
+    The job itself may run in another thread, which does not know its caller.
+    """
+    summary = extracted.summary
+    if summary is None or not summary.prompts or len(extracted):
+        return
+    why = "No prompt has any of the selected positions, so there are no rows. Check the positions of `capture`."
+    if summary.failed == summary.prompts:
+        why = "All prompts failed, so there are no rows. `failures` has the reasons."
+    warnings.warn(why, EmptyCaptureWarning, stacklevel=4)
 
 
 def run_in_thread(job: Job, clients: Callable[[], Sequence[AsyncClient]]) -> Extracted:

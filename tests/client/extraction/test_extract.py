@@ -647,8 +647,9 @@ async def test_a_single_service_is_waited_for_if_it_may_be_restarted(endpoint):
 
 
 async def test_an_extraction_without_rows_causes_a_warning(client, prompts, tmp_path):
-    with pytest.warns(residuum.EmptyCaptureWarning, match="No prompt has any of the selected positions"):
+    with pytest.warns(residuum.EmptyCaptureWarning, match="No prompt has any of the selected positions") as caught:
         found = await client.extract(
             prompts, tmp_path / "none", capture=residuum.Capture(layers=[1], positions=5000), progress=False
         )
     assert (len(found), found.summary.prompts, found.summary.failed) == (0, 40, 0)
+    assert caught[0].filename.endswith("conftest.py")  # the caller, not the client

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 from collections import OrderedDict
@@ -31,6 +32,14 @@ def named_stores(stores: str | Iterable[str] | None) -> tuple[StoreAddress, ...]
     for store in named:
         check_endpoint(store.endpoint)
     return named
+
+
+def _users_level() -> int:
+    """Return the stacklevel with which a warning of the caller names the line that called this package."""
+    level, frame = 1, sys._getframe(1)  # noqa: SLF001 - as in the standard library's warnings
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("residuum."):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 class StoreDirectory:
@@ -84,7 +93,7 @@ class StoreDirectory:
                 f"of its own captures: {', '.join(map(str, self._stores))}. What other stores hold is left out. "
                 f"{READ_STORE_ALONE}",
                 exc.SilentStoreWarning,
-                stacklevel=4,
+                stacklevel=_users_level(),
             )
         return self._stores
 
