@@ -11,7 +11,7 @@ from numbers import Real
 from residuum.exceptions import InvalidRequest
 from residuum.protocol.requests import short, whole_characters
 from residuum.v1 import store_pb2
-from residuum.values.captures.capture import label_list
+from residuum.values.captures.capture import check_mapping, label_list
 from residuum.values.captures.manifest_names import STATES
 from residuum.wire.labels import LabelError, LabelValue, parse_where
 from residuum.wire.limits import MAX_PAGE_SIZE
@@ -93,6 +93,7 @@ def list_request(
 
     Raises:
         InvalidRequest: A state does not exist, the page size is out of range, or `where` cannot be parsed.
+        TypeError: `prefix` or `where` is not a text.
     """
     if not 0 < page_size <= MAX_PAGE_SIZE:
         raise InvalidRequest(
@@ -100,6 +101,9 @@ def list_request(
             reason="INVALID_FIELD",
             metadata={"field": "page_size"},
         )
+    for name, text in (("prefix", prefix), ("where", where)):
+        if not isinstance(text, str):
+            raise TypeError(f"{name} must be a text, not {short(text)}.")
     numbers = {name: number for number, name in STATES.items()}
     names = [states] if isinstance(states, str) else list(states)
     for name in names:
@@ -124,7 +128,7 @@ def label_request(capture_id: str, labels: Mapping[str, LabelValue | None]) -> s
         InvalidRequest: A label is invalid.
         TypeError: A value is not a text, number, bool or None.
     """
-    given = {name: value for name, value in labels.items() if value is not None}
+    given = {name: value for name, value in check_mapping(labels).items() if value is not None}
     removed = [name for name, value in labels.items() if value is None]
     return store_pb2.LabelCaptureRequest(capture_id=capture_id, labels=label_list(given), removed_names=removed)
 

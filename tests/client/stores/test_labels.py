@@ -168,3 +168,20 @@ def test_the_command_line_labels_while_it_generates(cli, endpoint, run):
     assert manifest.prompt_text == "a bb"
     with pytest.raises(SystemExit):
         cli("generate", "a", "--label", "y=2")
+
+
+@pytest.mark.parametrize("labels", [5, "a", ["a"], {1: 2}])
+async def test_labels_that_are_no_mapping_of_names_are_refused_by_name(client, peer, labels):
+    with pytest.raises(TypeError, match=r"^labels must be a mapping of names to values"):
+        residuum.Capture(labels=labels)
+    with pytest.raises(TypeError, match=r"^labels must be a mapping of names to values"):
+        await client.label("a", labels)
+    assert peer.calls == []
+
+
+@pytest.mark.parametrize("name", ["prefix", "where"])
+async def test_filters_that_are_no_texts_are_refused_by_name(client, peer, name):
+    for call in (client.captures, client.delete):
+        with pytest.raises(TypeError, match=rf"^{name} must be a text, not \['a'\]"):
+            await call(**{name: ["a"]})
+    assert peer.calls == []

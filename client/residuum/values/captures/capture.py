@@ -133,7 +133,7 @@ class Capture:
     points: str | Iterable[str] | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "labels", dict(self.labels))
+        object.__setattr__(self, "labels", dict(check_mapping(self.labels)))
         if not isinstance(self.keep_prompt, bool):
             raise TypeError(f"keep_prompt must be True or False, not {self.keep_prompt!r}.")
         if not selects_all(self.layers):
@@ -269,6 +269,17 @@ class Capture:
                 f"dimensions={self.dimensions}: {wanted}.", reason="INVALID_FIELD", metadata={"field": "dimensions"}
             )
         return sae_pb2.SAEFeatures(digest=sae.digest, features=sae.features, chosen=chosen)
+
+
+def check_mapping(labels: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return labels after checking that they have names, which are texts.
+
+    Raises:
+        TypeError: They do not.
+    """
+    if not isinstance(labels, Mapping) or not all(isinstance(name, str) for name in labels):
+        raise TypeError(f'labels must be a mapping of names to values, such as {{"y": 1}}, not {labels!r}.')
+    return labels
 
 
 def label_list(labels: Mapping[str, LabelValue]) -> list[capture_pb2.Label]:
