@@ -18,7 +18,7 @@ from residuum._async.client import AsyncClient
 from residuum.exceptions import EmptyCaptureWarning, InvalidRequest
 from residuum.extraction.folder import JobFolder, open_folder
 from residuum.extraction.inputs.packing import PackedItems
-from residuum.extraction.inputs.prompts import Items, Source, open_rows
+from residuum.extraction.inputs.prompts import Item, Items, Source, digest, open_rows
 from residuum.extraction.inputs.tokenizer import Tokenizer
 from residuum.extraction.progress import show_progress, show_reading
 from residuum.extraction.results.reader import Extracted, ExtractSummary
@@ -271,9 +271,9 @@ def _check_prompts(folder: JobFolder, items: Items | PackedItems) -> Iterator[No
     Raises:
         InvalidRequest: A prompt has changed since then.
     """
-    for index, digest in enumerate(folder.digests()):
+    for index, noted in enumerate(folder.digests()):
         item = items.item(index)
-        if item.digest != digest:
+        if noted != item.digest and noted != _earlier_digest(item):
             raise InvalidRequest(
                 f"{item.where} has changed since the job in {folder.path} has read it. Restore the input, or choose "
                 "another folder.",
@@ -281,6 +281,11 @@ def _check_prompts(folder: JobFolder, items: Items | PackedItems) -> Iterator[No
             )
         if index % _PAUSE_PROMPTS == 0:
             yield
+
+
+def _earlier_digest(item: Item) -> str:
+    """Return the digest that an earlier version noted: that of a bad row was of its error."""
+    return item.digest if item.error is None else digest([str(item.error)])
 
 
 def _facts(services: Services) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from residuum._async.client import AsyncClient
 from residuum.extraction import folder as folder_module
 from residuum.extraction import shards
 from residuum.extraction.folder import open_folder
+from residuum.extraction.inputs.prompts import BadRow, digest
 from residuum.extraction.running.runner import Runner
 from residuum.extraction.running.services import Services
 from residuum.rpc.errors import Failure, Reason
@@ -329,6 +330,31 @@ async def test_broken_rows_are_recorded_and_left_out(client, tmp_path):
     assert all(f"line {number}" in message for number, message in zip(range(3, 7), messages, strict=False))
     assert "EMPTY_PROMPT" in [line["failed"]["reason"] for line in found.failures]
     assert json.loads((tmp_path / "out" / "index.json").read_text())["failed"] == 8
+
+
+BAD_LINES = ['{"text": "a', "[1]", '{"prompt": "a"}', '{"text": 3}']
+
+
+@pytest.mark.parametrize("version", ["this", "earlier"])
+async def test_a_job_with_broken_rows_continues_with_another_version(client, tmp_path, monkeypatch, version):
+    """Its errors have other words. An earlier version noted the digests of errors."""
+    path, more = tmp_path / "bad.jsonl", {"capture": WHAT, "on_error": "skip", "progress": False}
+    path.write_text("\n".join(['{"text": "a bb"}', *BAD_LINES]))
+    before = await client.extract(path, tmp_path / "out", **more)
+    if version == "earlier":
+        file = tmp_path / "out" / "prompts-00000.jsonl"
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        lines[1:] = [{**line, "sha256": digest([line["failed"]["message"]])} for line in lines[1:]]
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    else:
+        monkeypatch.setattr(
+            BadRow, "__init__", lambda self, text, **facts: super(BadRow, self).__init__(f"Now: {text}", **facts)
+        )
+    found = await client.extract(path, tmp_path / "out", **more)
+    assert (found.summary.done_before, list(found.failures)) == (5, list(before.failures))
+    monkeypatch.undo()
+    path.write_text("\n".join(['{"text": "a bb"}', *BAD_LINES[:-1], '{"text": 4}']))
+    await stopped(client, path, tmp_path / "out", r"line 5 of bad\.jsonl has changed", **more)
 
 
 async def test_long_prompts(client, tmp_path):

@@ -25,6 +25,8 @@ Source = Union[str, "os.PathLike[str]", "Iterable[Prompt | Mapping[str, Any]]"]
 _JSON_SUFFIXES = {".jsonl", ".ndjson"}
 _TEXT_SUFFIXES = {".txt", ".text"}
 _TABLE_SUFFIXES = {".parquet", ".arrow"}
+_NOT_JSON = (TypeError, ValueError, RecursionError)
+"""What json.dumps raises for a value that JSON cannot have."""
 
 
 class BadRow(InvalidRequest):
@@ -44,6 +46,10 @@ class Rows(Protocol):
         Raises:
             BadRow: The row cannot be read.
         """
+        ...
+
+    def content(self, number: int) -> Any:
+        """Return what the input has as a row, also if the row cannot be read."""
         ...
 
     def where(self, number: int) -> str:
@@ -70,7 +76,7 @@ class Item:
     labels: Mapping[str, Any]
     """The columns to keep."""
     digest: str
-    """A digest of the prompt and the kept columns, or of the error."""
+    """A digest of the prompt and the kept columns; of what the input has if there is no prompt."""
     error: InvalidRequest | None = None
     """Why there is no prompt."""
     documents: tuple[Mapping[str, Any], ...] = ()
@@ -136,7 +142,7 @@ class Items:
             labels = {name: _plain_within(self._value(row, name, where)) for name in self._keep}
             own_digest = digest([prompt, labels])
         except BadRow as error:
-            return Item(index, number, where, None, {}, digest([str(error)]), error)
+            return Item(index, number, where, None, {}, _digest_of_bad(self._rows.content(number)), error)
         return Item(index, number, where, prompt, labels, own_digest)
 
     def _prompt(self, row: Mapping[str, Any], where: str) -> Prompt:
@@ -214,6 +220,10 @@ class ListedRows:
         item = self._items[number]
         return item if isinstance(item, Mapping) else {self._column: item}
 
+    def content(self, number: int) -> Any:
+        """Return what the list has."""
+        return self._items[number]
+
     def where(self, number: int) -> str:
         """Return where a row is."""
         return f"item {number} of the input"
@@ -248,21 +258,28 @@ class _Lines:
         """Close the file."""
         self._file.close()
 
+    def content(self, number: int) -> Any:
+        """Return the bytes of a line, each as a character."""
+        return self._line(number).decode("latin-1").rstrip("\r\n")
+
     def text(self, number: int) -> str:
         """Return the text of a line.
 
         Raises:
             BadRow: It is not UTF-8.
         """
-        self._file.seek(self._starts[number])
         try:
-            return self._file.readline().decode().rstrip("\r\n")
+            return self._line(number).decode().rstrip("\r\n")
         except UnicodeDecodeError as error:
             raise BadRow(
                 f"{self.where(number)} is not UTF-8: byte {error.start} is {error.object[error.start]:#04x}. Convert "
                 "the file first, for example with iconv.",
                 reason="INVALID_FIELD",
             ) from None
+
+    def _line(self, number: int) -> bytes:
+        self._file.seek(self._starts[number])
+        return self._file.readline()
 
 
 class TextLines(_Lines):
@@ -307,6 +324,14 @@ def _plain_within(value: Any) -> Any:
         return {name: _plain_within(item) for name, item in value.items()}
     value = _plain(value)
     return [_plain_within(item) for item in value] if isinstance(value, list) else value
+
+
+def _digest_of_bad(content: Any) -> str:
+    """Return the digest of a row without a prompt. The error is not part of it: its words differ between versions."""
+    try:
+        return digest([_plain_within(content)])
+    except _NOT_JSON:
+        return digest([])
 
 
 def _check_text(prompt: Prompt, where: str) -> None:

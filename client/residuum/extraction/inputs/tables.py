@@ -37,6 +37,10 @@ class TableRows:
         self._last = number
         return self._piece[number - self._first]
 
+    def content(self, number: int) -> Any:
+        """Return a row: each can be read."""
+        return self.row(number)
+
     def where(self, number: int) -> str:
         """Return where a row is."""
         return f"row {number} of {self._name}"
