@@ -357,6 +357,23 @@ async def test_a_job_with_broken_rows_continues_with_another_version(client, tmp
     await stopped(client, path, tmp_path / "out", r"line 5 of bad\.jsonl has changed", **more)
 
 
+def circle():
+    value = {}
+    value["itself"] = [value]
+    return value
+
+
+@pytest.mark.parametrize("value", [{1: 2, "b": 3}, {None: 1, "b": 2}, {(1, 2): 3}, circle()])
+async def test_a_row_with_what_json_cannot_have_is_a_broken_row(client, tmp_path, value):
+    rows = [{"text": "a", "y": 1}, {"text": "a", "y": value}, {"text": [{"role": "user", "content": value}], "y": 1}]
+    more = {"capture": WHAT, "keep": ["y"], "progress": False}
+    with pytest.raises(residuum.ExtractStopped, match="item 1 of the input has a value that cannot be written as JSON"):
+        await client.extract(rows, tmp_path / "out", **more)
+    found = await client.extract(rows, tmp_path / "out", on_error="skip", **more)
+    assert [line["index"] for line in found.failures] == [1, 2]
+    assert (await client.extract(rows, tmp_path / "out", on_error="skip", **more)).summary.done_before == 3
+
+
 async def test_long_prompts(client, tmp_path):
     source = [[1, 2, 3], [4] * 9, "a b c d e f g h i"]
     await stopped(

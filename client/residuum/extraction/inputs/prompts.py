@@ -138,9 +138,9 @@ class Items:
         try:
             row = self._rows.row(number)
             prompt = self._prompt(row, where)
+            kept = {name: self._value(row, name, where) for name in self._keep}
+            labels, own_digest = _labels_and_digest(prompt, kept, where)
             _check_text(prompt, where)
-            labels = {name: _plain_within(self._value(row, name, where)) for name in self._keep}
-            own_digest = digest([prompt, labels])
         except BadRow as error:
             return Item(index, number, where, None, {}, _digest_of_bad(self._rows.content(number)), error)
         return Item(index, number, where, prompt, labels, own_digest)
@@ -324,6 +324,23 @@ def _plain_within(value: Any) -> Any:
         return {name: _plain_within(item) for name, item in value.items()}
     value = _plain(value)
     return [_plain_within(item) for item in value] if isinstance(value, list) else value
+
+
+def _labels_and_digest(prompt: Prompt, kept: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], str]:
+    """Return the kept columns as values of Python, and the digest of a row.
+
+    Raises:
+        BadRow: JSON cannot have a value, such as a mapping with keys of several types.
+    """
+    try:
+        labels = _plain_within(kept)
+        return labels, digest([prompt, labels])
+    except _NOT_JSON as error:
+        raise BadRow(
+            f"{where} has a value that cannot be written as JSON: {error}. The keys of mappings must be texts, and no "
+            "value may contain itself. Correct the row, or do not keep the column.",
+            reason="INVALID_FIELD",
+        ) from None
 
 
 def _digest_of_bad(content: Any) -> str:
