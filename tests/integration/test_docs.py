@@ -146,7 +146,7 @@ def test_the_example_in_the_help_of_the_package_has_these_rows(walk: Walk) -> No
 
 
 @pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: str(page.relative_to(ROOT)))
-def test_the_code_blocks_of_a_page_run(page: Path, walk: Walk) -> None:
+def test_the_code_blocks_of_a_page_run(page: Path, walk: Walk, capsys: pytest.CaptureFixture[str]) -> None:
     outcomes = dict(OUTCOMES.get(os.path.relpath(page, DOCS), {}))
     for block in blocks(page):
         if block.language in RUN and not block.reason:
@@ -154,6 +154,7 @@ def test_the_code_blocks_of_a_page_run(page: Path, walk: Walk) -> None:
             for text in [text for text in outcomes if text in block.code]:
                 outcomes.pop(text)(walk.names)
     assert not outcomes, "no block contains these texts any more"
+    assert not re.search(r"\bnp\.\w+\(", capsys.readouterr().out), "a number that a page prints is one of numpy"
 
 
 def test_most_pages_run() -> None:
