@@ -18,6 +18,7 @@ from inference_svc.requests.concurrency import Places
 from residuum._async.client import AsyncClient
 from residuum.extraction.folder import JobFolder
 from residuum.extraction.inputs.packing import PackedItems
+from residuum.extraction.running.runner import Runner
 from residuum.extraction.running.services import Services
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, tensor_pb2
@@ -303,14 +304,18 @@ async def test_a_prompt_that_is_too_long_for_the_scores_fails_alone(client, peer
 
 
 @pytest.mark.filterwarnings("ignore::residuum.OutageWarning")
-async def test_a_job_waits_while_a_prompt_runs_longer_than_its_patience(endpoint):
+async def test_a_job_waits_while_a_prompt_runs_longer_than_its_patience(endpoint, monkeypatch):
+    monkeypatch.setattr("residuum.extraction.running.services.LONGEST_PAUSE_SECONDS", 0.1)
     services = Services([AsyncClient(endpoint)], 2, 0.2)
     await services.begin()
     async with services.slot() as service:
         services.note_refused(service, residuum.LimitReached("full"))
+    looks, check = [], services._check_patience
+    services._check_patience = lambda now, *more: (looks.append(now), check(now, *more))
     async with services.slot():
         waiting = asyncio.ensure_future(contextlib.AsyncExitStack().enter_async_context(services.slot()))
-        await asyncio.sleep(0.5)
+        # It looks whether it has waited too long, and would raise.
+        await asyncio.to_thread(wait_for, lambda: looks and looks[-1] - service.away_since > 0.2, "the patience to end")
         assert not waiting.done()
     await asyncio.wait_for(waiting, 30)
     await services.close()
@@ -349,6 +354,20 @@ async def test_few_captures_wait_in_the_store_for_a_slow_disk(
     """Two captures of 96 bytes fill a file. Two files are being written, and the next one is full."""
     commit, may_write = JobFolder.commit, threading.Event()
     monkeypatch.setattr(JobFolder, "commit", lambda *arguments: (may_write.wait(120), commit(*arguments))[1])
+    written, waiting = Runner._written, []
+
+    async def noted(runner, left):
+        waiting[:] = [runner] if len(runner._writing) > left else []
+        await written(runner, left)
+
+    def nothing_moves():
+        """Whether the job waits for the disk, starts no prompt, and has an answer to each that it has started."""
+        return any(
+            runner._unread >= runner._most_unread() and all(task.done() for task in tuple(runner._waiting))
+            for runner in waiting
+        )
+
+    monkeypatch.setattr(Runner, "_written", noted)
     async with residuum.AsyncClient(endpoint) as client:
         job = asyncio.ensure_future(
             client.extract(
@@ -358,9 +377,8 @@ async def test_few_captures_wait_in_the_store_for_a_slow_disk(
         )  # fmt: skip
         most = 2 + 2 + 2 + unread
         try:
-            await asyncio.to_thread(wait_for, lambda: peer.calls.count("Generate") >= most, "the prompts are sent")
-            await asyncio.sleep(0.5)
-            assert peer.calls.count("Generate") == most, "no more, although there was time"
+            await asyncio.to_thread(wait_for, nothing_moves, "the job waits for the disk")
+            assert peer.calls.count("Generate") == most
         finally:
             may_write.set()
         assert len(await job) == 120
