@@ -187,7 +187,8 @@ class Client(GenerationClient):
             Unreachable: No service answers.
 
         Warns:
-            OutageWarning: A service does not answer, and is left out; or it refuses every prompt at the moment.
+            OutageWarning: A service does not answer, and is left out; or it refuses every prompt at the moment; or the
+                job waits for a store that is full or does not answer. Another one says when it goes on.
             EmptyCaptureWarning: No prompt has any of the selected positions, or all prompts failed.
 
         Example:

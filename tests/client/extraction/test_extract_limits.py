@@ -8,6 +8,7 @@ import json
 import re
 import threading
 import time
+import warnings
 
 import ml_dtypes
 import numpy as np
@@ -85,6 +86,11 @@ class Busy:
         finally:
             with self.lock:
                 mine.close()
+
+
+def store_stats(**facts):
+    """The statistics of a store at s:1."""
+    return residuum.StoreStats("s:1", {}, 0, 0, 0, 0, "", **facts)
 
 
 # ------------------------------------------------------------------------------------------- services that differ
@@ -334,6 +340,61 @@ async def test_only_the_store_gets_advice_about_room(client, peer, prompts, tmp_
     with pytest.raises(residuum.ResourceExhausted, match=r"^No\.") as caught:
         await client.extract(prompts, tmp_path / "out", capture=WHAT, progress=False)
     assert ("more room" in str(caught.value)) == advises
+
+
+@pytest.mark.parametrize(
+    ("trouble", "told"),
+    [
+        (store_stats(why_full="the disk is full"), r"The job waits: the store s:1 is full, because the disk is full\."),
+        (residuum.Unavailable("The store s:1 does not answer."), r"The job waits: The store s:1 does not answer\."),
+        (None, r"The job waits: .* or one of its stores does not answer\."),
+    ],
+)
+async def test_a_job_that_waits_for_a_store_says_so_once(client, peer, prompts, tmp_path, monkeypatch, trouble, told):
+    """The captures do not end until the store has been asked a few times after the warning."""
+    monkeypatch.setattr("residuum.extraction.running.store_watch._QUIET_SECONDS", 0.05)
+    asked, peer.script.delay_seal = [], threading.Event()
+
+    async def stats(_):
+        asked.append(trouble)
+        if len(asked) > 3:
+            peer.script.delay_seal.set()
+            return [store_stats()]
+        if trouble is None:
+            await asyncio.sleep(60)
+        if isinstance(trouble, Exception):
+            raise trouble
+        return [trouble]
+
+    monkeypatch.setattr(AsyncClient, "stats", stats)
+    commit, goes_on = JobFolder.commit, threading.Event()
+    monkeypatch.setattr(JobFolder, "commit", lambda *arguments: (goes_on.wait(30), commit(*arguments))[1])
+    warned = pytest.warns(residuum.OutageWarning)
+    thread = threading.Thread(target=lambda: (wait_for(lambda: len(warned) > 1, "it goes on"), goes_on.set()))
+    thread.start()
+    with warned:
+        found = await client.extract(prompts, tmp_path / "out", capture=WHAT, max_concurrency=40, progress=False)
+    thread.join()
+    check_rows(found, 40)
+    first, second = (str(warning.message) for warning in warned)
+    assert re.match(told, first)
+    assert second == "The job goes on."
+
+
+async def test_a_job_that_waits_for_something_else_says_nothing(client, peer, prompts, tmp_path, monkeypatch):
+    monkeypatch.setattr("residuum.extraction.running.store_watch._QUIET_SECONDS", 0.02)
+    asked, peer.script.delay_seal = [], threading.Event()
+
+    async def stats(_):
+        asked.append(store_stats())
+        if len(asked) > 2:
+            peer.script.delay_seal.set()
+        return asked[-1:]
+
+    monkeypatch.setattr(AsyncClient, "stats", stats)
+    with warnings.catch_warnings(record=True) as warned:
+        check_rows(await client.extract(prompts, tmp_path / "out", capture=WHAT, progress=False), 40)
+    assert (len(asked) > 2, warned) == (True, [])
 
 
 async def test_one_other_service_continues(client, peer, second, prompts, tmp_path):

@@ -71,7 +71,8 @@ class PromptSender:
 
     def __init__(self, spec: JobSpec, services: Services, job_id: str, timeout: float | None) -> None:
         self._spec = spec
-        self._services = services
+        self.services = services
+        """The services of the job."""
         self._job_id = job_id
         self._timeout = timeout
 
@@ -81,9 +82,9 @@ class PromptSender:
         Raises:
             ResiduumError: No other service can answer them.
         """
-        if not self._services.can_recover:
+        if not self.services.can_recover:
             raise failure
-        self._services.note_away(service, failure)
+        self.services.note_away(service, failure)
 
     async def send(self, item: Item, attempt: int = 0) -> Answered | Failed:
         """Send a prompt, to another service or again if one does not answer.
@@ -101,7 +102,7 @@ class PromptSender:
         if item.prompt is None:
             return Failed(item, item.error or InvalidRequest(f"{item.where} has no prompt."))
         failed_attempts = 0
-        async with self._services.turn():
+        async with self.services.turn():
             while True:
                 name = self._name(item, attempt)
                 try:
@@ -120,7 +121,7 @@ class PromptSender:
 
     async def _send_once(self, item: Item, prompt: Prompt, name: str, attempt: int) -> Answered | Failed:
         spec = self._spec
-        async with self._services.service() as service:
+        async with self.services.service() as service:
             try:
                 reply = await service.client.generate(
                     prompt, capture=spec.capture, steer=spec.steer, request_id=name, model=spec.model,
@@ -133,14 +134,14 @@ class PromptSender:
                     if _is_of_length(failure):
                         return Failed(item, _without_name(failure, name))
                     raise with_advice(failure) from None
-                self._services.note_refused(service, failure)
+                self.services.note_refused(service, failure)
                 raise _Again(failure, is_attempt=False) from None
             except ResiduumError as failure:
                 if not goes_away(failure):
                     raise
-                self._services.note_away(service, failure)
+                self.services.note_away(service, failure)
                 raise _Again(failure) from None
-            self._services.note_answer(service)
+            self.services.note_answer(service)
         return self._checked(Answered(item, service, reply, attempt))
 
     def _sampling(self, prompt: Prompt) -> dict[str, Any]:

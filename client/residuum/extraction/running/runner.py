@@ -24,6 +24,7 @@ from residuum.extraction.progress import Report, Totals
 from residuum.extraction.running.prompt_sender import Answered, Failed, PromptSender, with_advice
 from residuum.extraction.running.service import Service
 from residuum.extraction.running.services import goes_away
+from residuum.extraction.running.store_watch import watch_stores
 from residuum.extraction.shards import SHARD_PROMPTS, Shard, ShardInfo
 from residuum.extraction.spec import JobSpec, OnError
 from residuum.protocol.captures.reading import not_complete, plan_read
@@ -121,11 +122,12 @@ class Runner:
             OSError: A shard cannot be written.
         """
         feeding = asyncio.ensure_future(self._feed())
+        watching = asyncio.ensure_future(watch_stores(self._sender.services.all, lambda: self.totals.prompts))
         try:
             await self._collect(feeding)
             await asyncio.gather(*self._deleting)
         finally:
-            await _cancel([feeding, *self._waiting])
+            await _cancel([feeding, watching, *self._waiting])
             # A thread cannot be cancelled; the shards that are being written become whole.
             await asyncio.gather(*self._writing, return_exceptions=True)
             if self._deleting:  # also of the captures of that shard

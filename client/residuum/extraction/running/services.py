@@ -131,6 +131,8 @@ class Services:
 
     def note_answer(self, service: Service) -> None:
         """Note that a service has answered a prompt."""
+        if service.failures:
+            warnings.warn(f"{service.client.endpoint} answers again.", OutageWarning, stacklevel=2)
         service.note_answer(time.monotonic())
 
     def note_refused(self, service: Service, failure: ResiduumError) -> None:
