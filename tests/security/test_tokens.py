@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import threading
@@ -11,8 +12,10 @@ import pytest
 
 import residuum
 from residuum.cli import main
+from residuum.cli.services import doctor
 from residuum.wire.tokens import make_token, token_hash
 from svc_common.security.tokens_file import Limits, TokenFile, TokensError, tomllib
+from tests.client.support.peer import RunningPeer
 from tests.security.callers import Caller
 
 HASH = "sha256:" + "0" * 64
@@ -287,3 +290,44 @@ def test_tokens_differ_and_their_hash_does_not():
     assert make_token() != make_token()
     # Other languages can compute the hash: it is the SHA-256 of the token's ASCII bytes.
     assert token_hash("abc") == "sha256:ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+
+
+def diagnose(inference, store, token):
+    """Return what `doctor` finds about the services' tokens."""
+    with residuum.Client(inference, store=store, token=token, timeout=20) as client:
+        found = doctor.examine(client, named_store=True)
+        return [(finding.ok, finding.warning, finding.detail) for finding in found if "tokens" in finding.check]
+
+
+async def test_the_doctor_notices_that_only_the_inference_service_requires_tokens(inference, store, tokens):
+    token = tokens.add("alice", "generate", "read")
+    service = await inference(tokens=tokens.path)
+    with store() as endpoint:
+        for given in (token, None):
+            ((ok, warning, detail),) = await asyncio.to_thread(diagnose, service, endpoint, given)
+            assert (ok, warning) == (True, True)
+            assert "the inference service requires a token, but this store does not" in detail
+            assert "Start it with the inference service's --tokens" in detail
+
+
+async def test_the_doctor_is_silent_about_tokens_if_both_services_require_them(inference, store, tokens):
+    token = tokens.add("alice", "generate", "read")
+    service = await inference(tokens=tokens.path)
+    with store(tokens=tokens.path) as endpoint:
+        assert await asyncio.to_thread(diagnose, service, endpoint, token) == []
+
+
+def test_the_doctor_notices_that_only_the_store_requires_tokens(store, tokens):
+    token = tokens.add("alice", "generate", "read")
+    with store(tokens=tokens.path) as endpoint:
+        peer = RunningPeer(None)
+        try:
+            for given in (token, None):
+                ((ok, warning, detail),) = diagnose(peer.endpoint, endpoint, given)
+                assert (ok, warning) == (True, True)
+                assert "this store requires a token, but the inference service does not" in detail
+                assert "Start the inference service with this store's --tokens" in detail
+            with store(path=tokens.path.with_name("other")) as other:
+                assert diagnose(peer.endpoint, other, None) == []
+        finally:
+            peer.stop()

@@ -11,12 +11,15 @@ import datetime
 import socket
 import time
 import warnings
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+
+import grpc
 
 import residuum
 from residuum.cli.connection import open_client
 from residuum.cli.output import Output, with_flags
+from residuum.rpc.channels import open_channel
 from residuum.rpc.credentials import Credentials, is_loopback
 from residuum.transport.connection_settings import describe
 from residuum.transport.progress import size
@@ -31,6 +34,9 @@ _NO_DISK = 8 << 20
 """With less room on its disk, a store cannot store a chunk: it keeps 4 MiB for ending and deleting captures."""
 TESTED_VLLM = ("0.24.0", "0.32.0", "0.33.0")
 """The versions of vLLM whose captured rows were compared with those of transformers on GPUs; see docs/models.md."""
+
+_GET_MODEL_INFO = "/residuum.v1.InferenceService/GetModelInfo"
+_GET_STATS = "/residuum.v1.StoreService/GetStats"
 
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "0.0.0.0", "[::]")  # noqa: S104 - names to warn about
 
@@ -90,7 +96,8 @@ def examine(client: residuum.Client, *, named_store: bool) -> Iterator[Finding]:
         yield health
         yield from _examine_info(info, started)
     if info is not None or named_store:  # otherwise the store's address is unknown
-        yield from _examine_stores(client)
+        stores = yield from _examine_stores(client)
+        yield from _tokens(client, stores)
 
 
 def _examine_info(info: residuum.ModelInfo, started: float) -> Iterator[Finding]:
@@ -104,19 +111,20 @@ def _examine_info(info: residuum.ModelInfo, started: float) -> Iterator[Finding]
         yield Finding("inference service: store", ok=info.store_reachable, detail=info.store_detail + advice)
 
 
-def _examine_stores(client: residuum.Client) -> Iterator[Finding]:
+def _examine_stores(client: residuum.Client) -> Generator[Finding, None, list[str]]:
+    """Check the stores. The generator returns the endpoints of those that accept connections."""
     try:
         endpoints = client.store_endpoints()
     except residuum.ResiduumError as error:
         yield Finding("store", ok=False, detail=str(error))
-        return
-    reachable = []
+        return []
+    reachable: list[str] = []
     for endpoint in endpoints:
         name = "store" if len(endpoints) == 1 else f"store {endpoint}"
         if (yield from _endpoint(name, endpoint, _hint(endpoint, client.endpoint))):
             reachable.append(endpoint)
     if not reachable:
-        return
+        return []
     health = client.health()
     for endpoint in reachable:
         yield _health(f"store {endpoint}", health.stores[endpoint])
@@ -134,6 +142,7 @@ def _examine_stores(client: residuum.Client) -> Iterator[Finding]:
     for stats in answers:
         yield from _examine_stats(stats, started)
         yield from _rights(client.credentials, stats)
+    return reachable
 
 
 def _ask(client: residuum.Client) -> tuple[list[residuum.StoreStats], str]:
@@ -207,6 +216,39 @@ def _rights(credentials: Credentials, stats: residuum.StoreStats) -> Iterator[Fi
         "different rights, start it and the inference service with --tokens"
     )
     yield Finding(f"store {stats.endpoint}: rights", ok=True, warning=True, detail=detail)
+
+
+def _tokens(client: residuum.Client, stores: list[str]) -> Iterator[Finding]:
+    """Warn if only one of the services was started with --tokens."""
+    service = _requires_token(client.endpoint, _GET_MODEL_INFO, client.credentials)
+    for store in stores:
+        answer = _requires_token(store, _GET_STATS, client.credentials)
+        if service is None or answer is None or service == answer:
+            continue
+        if service:
+            detail = (
+                "the inference service requires a token, but this store does not. So everyone who can reach it has all "
+                "rights there, and tenants do not find their captures. Start it with the inference service's --tokens; "
+                "the inference service then needs a --store-token-file"
+            )
+        else:
+            detail = (
+                "this store requires a token, but the inference service does not. So everyone who can reach that may "
+                "generate, and all captures belong to the tenant of its --store-token-file: other tenants do not find "
+                "them. Start the inference service with this store's --tokens"
+            )
+        yield Finding(f"store {store}: tokens", ok=True, warning=True, detail=detail)
+
+
+def _requires_token(endpoint: str, method: str, credentials: Credentials) -> bool | None:
+    """Return whether a service refuses calls without a token; None if it does not answer them."""
+    with open_channel(endpoint, credentials=Credentials(tls=credentials.tls)) as channel:
+        call: Callable[..., bytes] = channel.unary_unary(method)
+        try:
+            call(b"", timeout=_CONNECT_SECONDS)
+        except grpc.RpcError as error:
+            return True if error.code() == grpc.StatusCode.UNAUTHENTICATED else None
+    return False
 
 
 def _clock(name: str, theirs: datetime.datetime | None, started: float) -> Iterator[Finding]:
