@@ -105,6 +105,8 @@ class Service:
     """The size of its log when it was started. Earlier services may have written to the same file."""
     stop_seconds: float = _STOP_SECONDS
     """How long it may take to stop before it is killed."""
+    requires_token: bool = False
+    """Whether its callers need a token, as far as its starter knows."""
     _port: str = field(default="", init=False)
 
     @property

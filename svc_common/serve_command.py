@@ -47,7 +47,7 @@ captures   {captures}
 To try, in Python:
 
     import residuum
-    client = residuum.Client("{inference}")
+    client = residuum.Client("{inference}"{token})
     print(client.generate("The capital of France is", max_tokens=8).text)
 
 Ctrl-C stops both services."""
@@ -97,6 +97,7 @@ def serving(
             up=line.end,
         ) as both,
     ):
+        both[1].requires_token = settings.tokens is not None
         both[1].stop_seconds += settings.grace_seconds  # for running requests; captures and rows need the rest
         yield both
 
@@ -107,9 +108,9 @@ def main(*, model: str, data: Path | None, temporary: bool, flags: Sequence[str]
     try:
         with serving(model, data=data, temporary=temporary, flags=flags) as (store, inference):
             captures = "deleted at the end" if temporary else f"kept in {store.folder}"
-            print(  # noqa: T201 - a command prints
-                _TO_TRY.format(store=store.endpoint, inference=inference.endpoint, captures=captures), flush=True
-            )
+            token = ', token="YOUR TOKEN"' if inference.requires_token else ""
+            hint = _TO_TRY.format(store=store.endpoint, inference=inference.endpoint, captures=captures, token=token)
+            print(hint, flush=True)  # noqa: T201 - a command prints
             while inference.is_running and store.is_running:
                 time.sleep(_POLL_SECONDS)
             code = 1

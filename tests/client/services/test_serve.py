@@ -70,6 +70,7 @@ def stop(process, how):
 def test_captures_are_kept_and_both_services_end(tmp_path):
     with started(tmp_path, "--max-model-len", "64") as process:
         store, inference, captures = endpoints(process)
+        assert f'residuum.Client("{inference}")' in "".join(process.stdout.readline() for _ in range(5))
         assert captures == f"kept in {tmp_path / 'residuum-data'}"
         with residuum.Client(inference) as client:
             reply = client.generate([1, 2, 3], max_tokens=2, capture=residuum.Capture(layers=[1]))
@@ -400,6 +401,11 @@ def test_the_store_requires_the_same_tokens(scripted, tmp_path, capsys):
     assert "--tokens needs --store-token-file" in capsys.readouterr().err
     (tmp_path / "store.token").write_text("another-token")
     flags += ["--store-token-file", "store.token"]
+    with started(tmp_path, *flags) as process:
+        endpoint = endpoints(process)[1]
+        hint = "".join(iter(process.stdout.readline, "Ctrl-C stops both services.\n"))
+        stop(process, signal.SIGTERM)
+    assert f'residuum.Client("{endpoint}", token="YOUR TOKEN")' in hint
     with serve_command.serving("peer", temporary=True, flags=flags, progress=False) as (store, _):
         with residuum.Client(store=store.endpoint) as anybody, pytest.raises(residuum.Unauthenticated):
             list(anybody.captures())
