@@ -54,6 +54,7 @@ _STOP_SECONDS = 5.0
 _CALL_SECONDS = 4.0
 _END_SECONDS = 1.0
 _KILL_SECONDS = 0.1
+_GIVE_UP_SECONDS = 2.0
 _POLL_SECONDS = 0.05
 
 
@@ -279,11 +280,15 @@ async def _until(holds: Callable[[], bool], seconds: float) -> bool:
 
 
 async def _give_up(starting: asyncio.Task[Engine]) -> None:
-    """Kill the processes of an engine that is starting. There is nothing to lose yet, and a load may take minutes."""
-    while not starting.done():
+    """Kill the processes of an engine that is starting. There is nothing to lose yet, and a load may take minutes.
+
+    Its thread cannot be killed. If it still asks the model's hub after 2 seconds, it ends with the service.
+    """
+    deadline = time.monotonic() + _GIVE_UP_SECONDS
+    while not starting.done() and time.monotonic() < deadline:
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         await asyncio.wait({starting}, timeout=_KILL_SECONDS)
-    if starting.exception() is None:
+    if starting.done() and starting.exception() is None:
         starting.result().shutdown()

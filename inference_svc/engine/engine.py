@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import inspect
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from vllm import SamplingParams
@@ -35,7 +36,7 @@ from residuum.rpc.errors import Failure
 from residuum.wire.rows.encodings import SAE
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
     import numpy.typing as npt
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
     from inference_svc.taps.encodings.projections import Projection
     from inference_svc.taps.plan import Operation, RequestPlan
     from residuum.v1 import inference_pb2
+
+_T = TypeVar("_T")
 
 _DRAIN_POLL_SECONDS = 0.02
 _DEATH_POLL_SECONDS = 1.0
@@ -107,10 +110,10 @@ class Engine:
             Exception: vLLM cannot serve the model; it raises exceptions of many types.
         """
         # In a thread, so that the event loop answers health checks while the model loads.
-        arguments = await asyncio.to_thread(tapped_engine_args, settings)
+        arguments = await _in_thread(tapped_engine_args, settings)
         memory = _score_memory(settings, arguments)
         prepare_environment(settings, control_dir, memory.path if memory else "")
-        llm = await asyncio.to_thread(_start_llm, arguments, Path(control_dir, REFUSAL_FILE))
+        llm = await _in_thread(_start_llm, arguments, Path(control_dir, REFUSAL_FILE))
         try:
             tokenizer = await tokenizer_of(llm)
             replicas = Replicas(llm, llm.vllm_config.parallel_config.data_parallel_size)
@@ -339,6 +342,14 @@ class Engine:
     def shutdown(self) -> None:
         """Stop the engine's processes."""
         self._llm.shutdown()
+
+
+async def _in_thread(work: Callable[..., _T], *arguments: object) -> _T:
+    """Return what a function returns, from a thread that the end of the event loop does not wait for.
+
+    vLLM asks the model's hub, which may not answer for minutes.
+    """
+    return await asyncio.get_running_loop().run_in_executor(ThreadPoolExecutor(1), work, *arguments)
 
 
 def _start_llm(arguments: AsyncEngineArgs, refusal: Path) -> AsyncLLM:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -62,3 +67,22 @@ def test_sigterm_ends_a_service_that_is_still_importing(module):
     command = [sys.executable, "-c", STOPPED_EARLY, module]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.slow  # it imports vLLM
+def test_sigterm_ends_a_service_that_waits_for_the_models_hub(tmp_path):
+    """vLLM asks the hub in a thread, which a signal does not reach, and asks again several times."""
+    with socket.create_server(("127.0.0.1", 0)) as hub, contextlib.ExitStack() as stack:
+        hub.settimeout(120)
+        address = f"http://127.0.0.1:{hub.getsockname()[1]}"
+        command = [sys.executable, "-m", "inference_svc", "--model", "nobody/nothing", "--listen", "127.0.0.1:0"]
+        environment = {**os.environ, **ENVIRONMENT, "TMPDIR": str(tmp_path), "HF_HOME": str(tmp_path / "hub")}
+        process = stack.enter_context(
+            subprocess.Popen(command, env={**environment, "HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0"})
+        )
+        stack.callback(process.kill)
+        asked, _ = hub.accept()  # and is silent
+        stack.callback(asked.close)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(8) == 0, "a request to the hub alone takes 10 seconds"
+    assert not list(Path(tmp_path).glob("residuum-*"))
