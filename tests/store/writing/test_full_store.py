@@ -164,18 +164,23 @@ def test_captures_that_wait_for_a_full_store_end_after_a_time(small_store: Serve
 
 def test_captures_that_waited_continue_when_there_is_room(small_store: Serve) -> None:
     """The time while the store is full does not count towards the timeout for rows."""
-    with small_store(seal_timeout_seconds=2.0, full_timeout_seconds=60.0) as (store, client):
-        for name in ("doomed", "waiting"):
+    with small_store(seal_timeout_seconds=1.0, ending_timeout_seconds=1.0, full_timeout_seconds=60.0) as (
+        store,
+        client,
+    ):
+        for name in ("doomed", "waiting", "aborted"):
             open_wide(client, name)
         append_until_full(client, "doomed")
         assert try_to_append(client, "waiting", 0) is not None
         client.seal("waiting", generated=[0])
-        time.sleep(2.5)  # longer than the seal's timeout
+        client.seal("aborted", generated=[0], outcome=ABORTED)
+        # It waits for no room, so it ends after a timeout that began later than that of the other and is as long.
+        assert client.get("aborted", wait=20).state == ABORTED
         assert client.get("waiting").state == OPEN
         set_wait(store, Wait.ROWS, 60.0)
         delete(client, "doomed")
         wait_for(lambda: try_to_append(client, "waiting", 1) is None)
-        set_wait(store, Wait.ROWS, 2.0)
+        set_wait(store, Wait.ROWS, 1.0)
         ended = client.get("waiting", wait=20)
         assert (ended.state, ended.incomplete_reason) == (INCOMPLETE, TIMED_OUT), "the timeout runs again"
 
