@@ -15,7 +15,8 @@ from inference_svc.captures.batches import Batches, together
 from inference_svc.captures.store_link import CallError
 from residuum.rpc.errors import Failure
 from residuum.rpc.methods import SEAL_CAPTURE, SEAL_CAPTURES
-from residuum.v1 import store_pb2
+from residuum.v1 import capture_pb2, store_pb2
+from residuum.wire.limits import MAX_SEAL_BYTES
 from svc_common.backoff import Backoff
 from svc_common.logs import get_logger
 
@@ -31,6 +32,8 @@ _Response = TypeVar("_Response", bound=Message)
 _SEAL_SECONDS = 10.0
 _FIRST_DELAY_SECONDS = 0.1
 _LONGEST_DELAY_SECONDS = 5.0
+
+_DETAIL_LENGTH = 1000
 
 _TRIES_TO_COME = 6
 """How often a seal that the store does not know is repeated if its open had no answer: for at least 3 s."""
@@ -73,10 +76,16 @@ class Sealings:
         backoff = Backoff(_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS)
         has_failed = False
         tries_left = _TRIES_TO_COME if may_come else 0
+        size, is_short = request.ByteSize(), False
+        if size > MAX_SEAL_BYTES:  # also too large for a message, perhaps: that looks like a store that is busy
+            request, is_short = self._shortened(request, f"it takes {size} bytes, and may take {MAX_SEAL_BYTES}"), True
         while (error := await self._try(request)) is not None:
             cause = _cause(error)
             is_coming = _code(error) == grpc.StatusCode.NOT_FOUND and tries_left > 0
             tries_left -= is_coming
+            if _code(error) == grpc.StatusCode.INVALID_ARGUMENT and not is_short:
+                request, is_short = self._shortened(request, cause), True
+                continue
             if _is_final(error) and not is_coming:
                 self._log_seal("capture not sealed", request, cause)
                 return
@@ -86,6 +95,24 @@ class Sealings:
                 self._log_seal("capture not sealed yet; the service retries", request, cause)
             has_failed = True
             await asyncio.sleep(backoff.next_delay())
+
+    def _shortened(self, request: store_pb2.SealCaptureRequest, cause: str) -> store_pb2.SealCaptureRequest:
+        """Return a seal with which a capture ends INCOMPLETE, because the store takes no seal with all that it had."""
+        self._log_seal("the seal cannot be stored; the capture ends INCOMPLETE", request, cause)
+        return store_pb2.SealCaptureRequest(
+            capture_id=request.capture_id,
+            tenant=request.tenant,
+            attempt=request.attempt,
+            sequences=[
+                capture_pb2.SequenceOutcome(
+                    generated_token_ids=sequence.generated_token_ids, finish_reason=sequence.finish_reason
+                )
+                for sequence in request.sequences
+            ],
+            outcome=capture_pb2.CAPTURE_STATE_INCOMPLETE,
+            incomplete_reason=capture_pb2.INCOMPLETE_REASON_REQUEST_FAILED,
+            incomplete_detail=f"The seal of the capture could not be stored: {cause}"[:_DETAIL_LENGTH],
+        )
 
     async def _try(self, request: store_pb2.SealCaptureRequest) -> Exception | None:
         sealing = _Sealing(request.SerializeToString(), asyncio.get_running_loop().create_future())

@@ -22,9 +22,10 @@ from inference_svc.captures.store_link import NoAnswerError
 from inference_svc.captures.stores import Stores
 from residuum.rpc import tracing
 from residuum.rpc.errors import Failure, Reason
-from residuum.v1 import capture_pb2, store_pb2, store_pb2_grpc
-from residuum.wire.limits import MAX_CAPTURES_PER_OPEN, MAX_MESSAGE_BYTES
+from residuum.v1 import capture_pb2, rule_pb2, store_pb2, store_pb2_grpc
+from residuum.wire.limits import MAX_CAPTURES_PER_OPEN, MAX_MESSAGE_BYTES, MAX_RULE_EVENTS_BYTES, MAX_SEAL_BYTES
 from residuum.wire.placement import StoreAddress
+from store_svc.checks import check_seal
 from svc_common.logs import bind_request
 from tests import ports
 from tests.inference.service_support import DEADLINE, FakeStore, listening, until
@@ -473,6 +474,40 @@ async def test_a_capture_that_comes_after_its_open_had_no_answer_is_sealed():
         assert store.asked.count("a") == 1, "it was open, so it has been deleted"
         assert not keeper._unanswered
         await keeper.close(DEADLINE)
+
+
+def large_seal(num_bytes):
+    """Return a seal with tokens, and with so many events of rules that it has more than this many bytes."""
+    event = rule_pb2.RuleEvent(rule="x" * 1000)
+    return store_pb2.SealCaptureRequest(
+        capture_id="a",
+        attempt=7,
+        sequences=[capture_pb2.SequenceOutcome(generated_token_ids=[1, 2], finish_reason="stop")],
+        outcome=capture_pb2.CAPTURE_STATE_COMPLETE,
+        rule_events=[event] * (num_bytes // 1000 + 1),
+    )
+
+
+@pytest.mark.parametrize("size", [MAX_RULE_EVENTS_BYTES, MAX_SEAL_BYTES, MAX_MESSAGE_BYTES])
+async def test_a_capture_whose_seal_is_too_large_ends_incomplete_at_once(keeper, store, monkeypatch, size):
+    description = capture_pb2.CaptureDescription(num_sequences=1, prompt_token_ids=[1])
+    take = store.SealCapture
+
+    async def check_first(request, context):
+        check_seal(request, description)
+        return await take(request, context)
+
+    monkeypatch.setattr(store, "SealCapture", check_first)
+    with capture_logs() as lines:
+        keeper.seal(large_seal(size))
+        await until(lambda: not keeper.num_seals)
+    (taken,) = store.seals
+    assert (taken.attempt, taken.outcome) == (7, capture_pb2.CAPTURE_STATE_INCOMPLETE)
+    assert (taken.sequences[0].generated_token_ids, taken.sequences[0].finish_reason) == ([1, 2], "stop")
+    assert "The seal of the capture could not be stored: " in taken.incomplete_detail
+    assert "bytes" in taken.incomplete_detail
+    events = [line["event"] for line in lines if line["log_level"] == "warning"]
+    assert events == ["the seal cannot be stored; the capture ends INCOMPLETE"]
 
 
 async def test_the_seal_of_a_capture_that_never_comes_is_given_up(keeper, store, monkeypatch):
