@@ -107,6 +107,7 @@ async def _level(
             run = await run_way(load, host, ways[name], client)
             short = await run_way(load.shortened(), host, ways[name], client)
             if number >= 0:
+                _check_spread(run.measured, name)
                 stored = {"stored_bytes_per_token": run.stored_bytes / run.measured.tokens} if run.stored_bytes else {}
                 cpu = cpu_of(load, run.cpu_seconds, short.cpu_seconds)
                 summaries[name].append({**run.measured.summary(), **cpu, **stored})
@@ -118,6 +119,14 @@ async def _level(
         "over_residuum": {name: difference(summaries, WAYS[1], name) for name in ways if name in MORE},
         **({"over_served": over_served(summaries)} if STOCK in ways else {}),
     }
+
+
+def _check_spread(measured: Measured, way: str) -> None:
+    """Check that a load has times between tokens, which other ways are compared with."""
+    if not measured.summary()["token_ms"]:
+        raise RunFailedError(
+            f"most replies of {way} came in one message, so there is no time between tokens: use a longer --decode"
+        )
 
 
 class Run(NamedTuple):

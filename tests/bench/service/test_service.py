@@ -11,9 +11,9 @@ import bench.service.served
 import inference_svc.vllm_serve.plugin
 from bench.processes import RunFailedError
 from bench.service.__main__ import job_of, parse
-from bench.service.compare import difference, over_served
+from bench.service.compare import _check_spread, difference, over_served
 from bench.service.http_client import EventCounter
-from bench.service.load import Load, run_load
+from bench.service.load import Load, Measured, run_load
 from bench.service.report import bars, show
 from bench.service.served import plugin_environment, serve_flags
 
@@ -168,6 +168,13 @@ def test_a_stream_that_fails_or_ends_early_is_an_error():
     counter.add(EVENT)
     with pytest.raises(RunFailedError, match="ended early"):
         counter.finished()
+
+
+def test_replies_that_come_in_one_message_are_an_error():
+    """Otherwise the time of a token would be 0, by which the ratios divide."""
+    _check_spread(Measured(1.0, 8, [5.0], [0.5], [9.0]), "AsyncLLM")
+    with pytest.raises(RunFailedError, match="AsyncLLM came in one message, so"):
+        _check_spread(Measured(1.0, 8, [5.0, 5.0, 5.0], [0.0, 0.0, 3.0], [9.0, 9.0, 9.0]), "AsyncLLM")
 
 
 def test_requests_are_made_ready_before_the_time_begins():
