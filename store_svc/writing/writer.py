@@ -122,6 +122,7 @@ class Writer:
         self._unsynced: dict[Acks, int] = {}
         self._sync_at: float | None = None
         self._purging = True  # captures deleted before the last stop may still have frames to free
+        self._purge_parts = 1  # how many transactions free what one could with enough room
         self._try_room_at = 0.0
         self._above_limit = False
         self._housekeeping_at = 0.0
@@ -376,13 +377,25 @@ class Writer:
             self._commit(Work([self._time_out(capture) for capture in timed_out]))
         self._expire()
         if self._purging:
-            limit = max(_PURGE_FRAMES, just_written)
-            try:
-                self._purging = self._db.write(partial(purge_some, limit=limit), reserve=True)
-                self.room.try_again(freed=True)
-            except StoreFullError as error:
-                self.room.refused(error)
-                self._housekeeping_at = time.monotonic() + _RETRY_SECONDS
+            self._purge(max(_PURGE_FRAMES, just_written))
+
+    def _purge(self, most: int) -> None:
+        """Free frames of deleted captures in one transaction. If so many do not fit, the next one frees half as many.
+
+        LMDB writes a list of all pages that a transaction frees, to pages in a row. The frames may be so large that the
+        list takes more than the reserve, and a full file may have no such row.
+        """
+        limit = max(most // self._purge_parts, 1)
+        try:
+            self._purging = self._db.write(partial(purge_some, limit=limit), reserve=True)
+            self._purge_parts = max(self._purge_parts // 2, 1)
+            self.room.try_again(freed=True)
+        except StoreFullError as error:
+            if limit > 1:
+                self._purge_parts *= 2
+                return
+            self.room.refused(error)
+            self._housekeeping_at = time.monotonic() + _RETRY_SECONDS
 
     def _finish_captures(self) -> None:
         """End captures whose last rows were committed just before the last store was killed, but not their end."""

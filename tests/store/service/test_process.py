@@ -175,8 +175,8 @@ def test_the_wait_for_rows_restarts_with_the_store(start: Start) -> None:
 
 @ONE_AND_SEVERAL
 def test_frames_of_a_deleted_capture_are_freed_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("store_svc.writing.writer._PURGE_FRAMES", 0)  # so the store never frees frames
-    with serving(tmp_path / "store") as (_, client):
+    with monkeypatch.context() as patch, serving(tmp_path / "store") as (_, client):
+        patch.setattr("store_svc.writing.writer.purge_some", lambda _, limit: False)  # so the store never frees frames
         client.open()
         client.append([make_chunk(LAYERS, [position]) for position in range(50)])
         client.stub.DeleteCapture(store_pb2.DeleteCaptureRequest(capture_id="a"))

@@ -199,3 +199,21 @@ def test_a_store_on_a_disk_that_others_filled(tmp_path: Path) -> None:
         wait_for(lambda: not stats(client).why_full)  # without any write, the store notices that it has room
         client.open(describe("b", layers=[0], prompt=1))
         client.seal("b", generated=[1], outcome=COMPLETE)
+
+
+def test_large_rows_are_freed_although_the_list_of_their_pages_exceeds_the_reserve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LMDB writes such a list for each transaction. 100 rows of 1 MiB take one of 200 KiB."""
+    monkeypatch.setattr("store_svc.database.db._DISK_RESERVE", 128 << 10)
+    monkeypatch.setattr("store_svc.database.db._LEAST_SHARD_RESERVE", 32 << 10)
+    monkeypatch.setattr("store_svc.database.lmdb_file._GROWTH_STEP", 4 << 10)
+    with small_disk(tmp_path / "disk", 112 * MIB) as disk, serving(disk / "store") as (store, client):
+        open_wide(client, "a")
+        assert append_until_full(client, "a") > 90
+        fill(disk / "filler")
+        delete(client, "a")
+        wait_for(lambda: store._db.num_chunks() == 0, "free rows")
+        wait_for(lambda: not stats(client).why_full, "room")
+        open_wide(client, "b")
+        assert append_until_full(client, "b") > 90
