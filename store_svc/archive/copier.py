@@ -10,6 +10,9 @@ from store_svc.archive import records
 from store_svc.archive.access import LOOK_SECONDS, ArchiveAccess
 from store_svc.archive.copying import DamagedCaptureError, GoneError, capture_object, chunk_objects
 from store_svc.archive.link import StoppedError
+from store_svc.database.db import StoreFullError
+from store_svc.writing.changes import Batch
+from store_svc.writing.room import store_full
 from svc_common.logs import get_logger
 
 _RETRY_SECONDS = 10.0
@@ -152,8 +155,25 @@ class Copier:
     def _note(
         self, number: int, key: str, places: Sequence[tuple[bytes, records.Place]] = (), *, is_last: bool = False
     ) -> None:
-        if not self._access.change(lambda batch: batch.note_copied(number, key, places, is_last=is_last)):
+        def note(batch: Batch) -> bool:
+            if places:
+                self._check_reserve()
+            return batch.note_copied(number, key, places, is_last=is_last)
+
+        if not self._access.change(note):
             raise GoneError
+
+    def _check_reserve(self) -> None:
+        """Check, in the writer's thread, that captures can still be ended and deleted once places are written.
+
+        Raises:
+            Failure: STORE_FULL. The store is then full for rows, too, so it drops those that are copied.
+        """
+        try:
+            self._access.db.check_reserve()
+        except StoreFullError as error:
+            self._access.writer.room.refused(error)
+            raise store_full(str(error), "") from error
 
     def _put(self, path: str, content: bytes | memoryview) -> None:
         self._access.link.until_done(lambda: self._access.objects.put(path, content))

@@ -14,6 +14,9 @@ A full store must still be able to end and delete captures, and that writes page
 
 * Of the greatest size, an eighth is reserved, at most 64 MiB.
 * Of the disk, 4 MiB are reserved for the main file, and as much for the shards together, to free what was deleted.
+
+Copies to an archive also use the reserve, because a full store may drop what is copied. They leave half of it; see
+`check_reserve`.
 """
 
 from __future__ import annotations
@@ -345,6 +348,16 @@ class Database:
         """
         for file in self._frame_files:
             file.commit_nothing()
+
+    def check_reserve(self) -> None:
+        """Make sure that half of what is reserved for ending and deleting captures is left in the main file.
+
+        Only the thread that writes may call this.
+
+        Raises:
+            StoreFullError: It is not.
+        """
+        self._main.check_reserve()
 
     def sync(self) -> None:
         """Sync all commits to disk.

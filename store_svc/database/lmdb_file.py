@@ -126,7 +126,8 @@ class LmdbFile:
         self._data = folder / "data.mdb"
         self._disk_reserve: int | None = disk_reserve  # None: not possible here
         self._sync_roots = sync_roots
-        self._max_bytes = max_bytes
+        self._max_bytes = self._map_bytes = max_bytes
+        self._map_reserve = map_reserve
         try:
             self._env = lmdb.Environment(
                 str(folder),
@@ -152,7 +153,8 @@ class LmdbFile:
             """Bytes of the pages in use. LMDB reuses the pages of what was deleted."""
         if self.used_bytes + map_reserve > max_bytes:
             # The limit was greater before. Deleting writes pages too, so without more room nothing could be deleted.
-            self._env.set_mapsize(max(max_bytes, self._allocated + map_reserve))
+            self._map_bytes = max(max_bytes, self._allocated + map_reserve)
+            self._env.set_mapsize(self._map_bytes)
 
     def begin(self) -> Any:
         """Begin a read transaction, which the caller aborts.
@@ -237,6 +239,16 @@ class LmdbFile:
             self._disk_reserve = None
         else:
             self._allocated = end
+
+    def check_reserve(self) -> None:
+        """Make sure that half of the reserves of the map and on the disk is left.
+
+        Raises:
+            StoreFullError: It is not.
+        """
+        if self.used_bytes + self._map_reserve // 2 > self._map_bytes:
+            raise StoreFullError(limit_text(self._max_bytes))
+        self.allocate(self.used_bytes - (self._disk_reserve or 0) // 2)
 
     def disk_bytes(self) -> int:
         """Return the bytes that the file takes on disk."""

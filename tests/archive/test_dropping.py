@@ -15,9 +15,10 @@ import pytest
 from residuum.rpc.errors import Failure
 from residuum.rpc.objects import ArchiveError, Objects
 from residuum.v1 import capture_pb2, store_pb2
+from store_svc.archive.access import LOOK_SECONDS
 from store_svc.archive.dropper import Dropper
 from store_svc.captures.capture_names import CaptureName
-from store_svc.database.db import Table, Txn
+from store_svc.database.db import Database, Table, Txn
 from store_svc.database.keys import pack_number
 from store_svc.reading.frame_access import FrameAccess
 from store_svc.writing.changes import purge_some
@@ -34,7 +35,7 @@ from tests.archive.support import (
     stats,
     wait_for_state,
 )
-from tests.store.support import Client, describe, grid, make_chunk, serving, stored_frames
+from tests.store.support import ABORTED, Client, describe, grid, make_chunk, serving, stored_frames
 from tests.waiting import wait_for
 
 WIDTH = 1024
@@ -293,6 +294,47 @@ def test_rows_are_dropped_while_the_archive_is_slow_or_away(
         store._archive._dropper.keep_bytes = 0
         wait_for(lambda: set(listed_states(client).values()) == {MOVED}, "drop")
         release.set()
+
+
+def test_copies_leave_a_full_store_room_to_end_and_delete_captures(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The places of many tiny chunks take more than the reserve, half a MiB. Only what is deleted makes room."""
+    monkeypatch.setattr("store_svc.archive.copier._PLACES_AT_ONCE", 512)
+    monkeypatch.setattr("store_svc.database.db._LARGEST_RESERVE", 512 << 10)
+    names, tiny = [f"c{at}" for at in range(60)], 12_000
+    with serving(tmp_path / "store", archive=url, max_bytes=16 << 20, shards=1, ending_timeout_seconds=0.05) as (
+        store,
+        client,
+    ):
+        for name in names:
+            client.open(describe(name, prompt=500))
+        client.open(describe("tiny", layers=[0], prompt=tiny))
+        client.append((make_chunk([0], [at]) for at in range(tiny)), "tiny")
+        client.open(describe("large", layers=[0], prompt=1000, width=8 * WIDTH))
+        with pytest.raises(grpc.RpcError):
+            fill(client, "large")
+        client.seal("tiny", generated=[1])
+        wait_for(lambda: not grows(store._db), "end of the copy, or what it can write", 60)
+        assert state(client, "tiny") == PENDING
+        for name in names:
+            client.seal(name, generated=[500], outcome=ABORTED)
+        assert all(client.get(name, wait=20).state == ABORTED for name in names)
+        for name in [*names, "large"]:
+            client.stub.DeleteCapture(store_pb2.DeleteCaptureRequest(capture_id=name))
+        wait_for_state(client, COPIED, ["tiny"])
+
+
+def fill(client: Client, capture_id: str) -> None:
+    for at in range(1000):
+        client.append([make_chunk([0], [at], width=8 * WIDTH)], capture_id)
+
+
+def grows(db: Database) -> bool:
+    """Tell whether a database gets larger within a time in which a copy that waits for room tries again."""
+    before = db.used_bytes()
+    time.sleep(2 * LOOK_SECONDS)
+    return db.used_bytes() > before
 
 
 def test_a_full_store_drops_once_until_the_rows_are_free(
