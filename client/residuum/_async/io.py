@@ -309,10 +309,10 @@ async def extract(
     **options: Any,
 ) -> Extracted:
     """Run an extraction in this event loop; see `AsyncClient.extract`."""
-    from residuum.extraction.job import job_of, run_job, warn_if_empty
+    from residuum.extraction.job import job_of, run_job, warn_if_no_rows
 
     extracted = await run_job(*job_of(client, source, folder, spec, endpoints, **options))
-    warn_if_empty(extracted)
+    warn_if_no_rows(extracted)
     return extracted
 
 

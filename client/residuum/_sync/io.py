@@ -160,10 +160,10 @@ def extract(
     **options: Any,
 ) -> Extracted:
     """Run an extraction, in an event loop of its own; see `Client.extract`."""
-    from residuum.extraction.job import job_of, run_in_thread, warn_if_empty
+    from residuum.extraction.job import job_of, run_in_thread, warn_if_no_rows
 
     extracted = run_in_thread(*job_of(client, source, folder, spec, endpoints, **options))
-    warn_if_empty(extracted)
+    warn_if_no_rows(extracted)
     return extracted
 
 

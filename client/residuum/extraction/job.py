@@ -173,7 +173,7 @@ async def run_job(job: Job, clients: Callable[[], Sequence[AsyncClient]]) -> Ext
     return extracted
 
 
-def warn_if_empty(extracted: Extracted) -> None:
+def warn_if_no_rows(extracted: Extracted) -> None:
     """Warn that a job has no rows. The warning names who called the method that calls `io.extract`, which calls this.
 
     The job itself may run in another thread, which does not know its caller.

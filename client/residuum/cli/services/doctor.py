@@ -23,6 +23,7 @@ from residuum.rpc.channels import open_channel
 from residuum.rpc.credentials import Credentials, is_loopback
 from residuum.transport.connection_settings import describe
 from residuum.transport.progress import size
+from residuum.v1 import inference_pb2, inference_pb2_grpc, store_pb2, store_pb2_grpc
 
 _CONNECT_SECONDS = 5.0
 _MAX_SKEW_SECONDS = 2.0
@@ -34,9 +35,6 @@ _NO_DISK = 8 << 20
 """With less room on its disk, a store cannot store a chunk: it keeps 4 MiB for ending and deleting captures."""
 TESTED_VLLM = ("0.24.0", "0.32.0", "0.33.0")
 """The versions of vLLM whose captured rows were compared with those of transformers on GPUs; see docs/models.md."""
-
-_GET_MODEL_INFO = "/residuum.v1.InferenceService/GetModelInfo"
-_GET_STATS = "/residuum.v1.StoreService/GetStats"
 
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "0.0.0.0", "[::]")  # noqa: S104 - names to warn about
 
@@ -220,9 +218,9 @@ def _rights(credentials: Credentials, stats: residuum.StoreStats) -> Iterator[Fi
 
 def _tokens(client: residuum.Client, stores: list[str]) -> Iterator[Finding]:
     """Warn if only one of the services was started with --tokens."""
-    service = _requires_token(client.endpoint, _GET_MODEL_INFO, client.credentials)
+    service = _requires_token(client.endpoint, _get_model_info, client.credentials)
     for store in stores:
-        answer = _requires_token(store, _GET_STATS, client.credentials)
+        answer = _requires_token(store, _get_stats, client.credentials)
         if service is None or answer is None or service == answer:
             continue
         if service:
@@ -240,15 +238,23 @@ def _tokens(client: residuum.Client, stores: list[str]) -> Iterator[Finding]:
         yield Finding(f"store {store}: tokens", ok=True, warning=True, detail=detail)
 
 
-def _requires_token(endpoint: str, method: str, credentials: Credentials) -> bool | None:
-    """Return whether a service refuses calls without a token; None if it does not answer them."""
+def _requires_token(endpoint: str, ask: Callable[[grpc.Channel], object], credentials: Credentials) -> bool | None:
+    """Return whether a service refuses a call without a token; None if it does not answer it."""
     with open_channel(endpoint, credentials=Credentials(tls=credentials.tls)) as channel:
-        call: Callable[..., bytes] = channel.unary_unary(method)
         try:
-            call(b"", timeout=_CONNECT_SECONDS)
+            ask(channel)
         except grpc.RpcError as error:
             return True if error.code() == grpc.StatusCode.UNAUTHENTICATED else None
     return False
+
+
+def _get_model_info(channel: grpc.Channel) -> object:
+    stub = inference_pb2_grpc.InferenceServiceStub(channel)
+    return stub.GetModelInfo(inference_pb2.GetModelInfoRequest(), timeout=_CONNECT_SECONDS)
+
+
+def _get_stats(channel: grpc.Channel) -> object:
+    return store_pb2_grpc.StoreServiceStub(channel).GetStats(store_pb2.GetStatsRequest(), timeout=_CONNECT_SECONDS)
 
 
 def _clock(name: str, theirs: datetime.datetime | None, started: float) -> Iterator[Finding]:
