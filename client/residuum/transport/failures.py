@@ -166,7 +166,9 @@ def _from_code(code: grpc.StatusCode, details: str, endpoint: str, unreachable: 
     metadata = {"endpoint": endpoint}
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return exc.DeadlineExceeded(
-            f"{endpoint} did not answer in time. Give a longer timeout, or none with timeout=None.", metadata=metadata
+            f"{endpoint} did not answer in time. Give a longer timeout, or none with timeout=None. If no service runs "
+            "there, no timeout is long enough: `residuum doctor` checks that.",
+            metadata=metadata,
         )
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return exc.ServerFault(

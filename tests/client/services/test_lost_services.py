@@ -50,6 +50,11 @@ async def test_a_client_that_only_generated_knows_the_stores_of_its_captures(mak
         assert {item.filename.rpartition("/")[2] for item in caught} == {"conftest.py"}  # the caller, not the client
 
 
+async def test_a_timeout_too_short_to_find_out_says_that_nothing_may_run_there(make):
+    with pytest.raises(residuum.DeadlineExceeded, match="If no service runs there.*`residuum doctor`"):
+        await make("127.0.0.1:1", timeout=0.05).info()
+
+
 async def test_without_any_known_store_the_error_says_how_to_read_from_one(make):
     client = make("127.0.0.1:1", timeout=1)
     with pytest.raises(
