@@ -5,9 +5,9 @@ The services are a separate distribution, residuum-server. The client loads it t
 
 from __future__ import annotations
 
-import contextvars
 import json
 import threading
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import metadata
@@ -16,7 +16,6 @@ from typing import Any
 
 from residuum.client import Client
 from residuum.exceptions import OutageWarning
-from residuum.protocol import caller
 from residuum.rpc.extras import install_server
 
 ENTRY_POINTS = "residuum.commands"
@@ -80,11 +79,12 @@ def _watched(services: Sequence[Any]) -> Iterator[None]:
         while not is_over.wait(_POLL_SECONDS):
             ended = next((service for service in services if not service.is_running), None)
             if ended is not None:
-                caller.warn(f"The {ended.name} service has ended. Its log ends:\n{ended.log_end()}", OutageWarning)
+                warnings.warn(
+                    f"The {ended.name} service has ended. Its log ends:\n{ended.log_end()}", OutageWarning, stacklevel=2
+                )
                 return
 
-    with caller.remembering():
-        thread = threading.Thread(target=contextvars.copy_context().run, args=[watch], daemon=True)
+    thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     try:
         yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import warnings
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
@@ -13,7 +14,6 @@ from residuum import exceptions as exc
 from residuum._async import io
 from residuum._async.deleting import AsyncDeletionClient
 from residuum.exports.job import Export, ExportJob
-from residuum.protocol import caller
 from residuum.protocol.captures.deleting import check_deletion
 from residuum.protocol.captures.listing import Listing, check_place, read_token
 from residuum.protocol.captures.many import (
@@ -545,7 +545,7 @@ class AsyncCaptureClient(AsyncDeletionClient):
             try:
                 answer = await self._call(store.endpoint, self._store(store.endpoint).GetStats, request)
             except (exc.Unavailable, exc.DeadlineExceeded) as failure:
-                self._leave_out(store, failure, allow_partial=allow_partial)
+                self._leave_out(store, failure, allow_partial=allow_partial, stacklevel=3)
             else:
                 found.append(StoreStats.from_proto(store, answer))
         return found
@@ -574,18 +574,21 @@ class AsyncCaptureClient(AsyncDeletionClient):
                 try:
                     page = await self._call(store.endpoint, ask, request, within=within)
                 except (exc.Unavailable, exc.DeadlineExceeded) as failure:
-                    self._leave_out(store, failure, allow_partial=allow_partial)
+                    above = 4 + io.RESUMABLE_FRAMES
+                    self._leave_out(store, failure, allow_partial=allow_partial, stacklevel=above)
                     listing.leave_out(store)
                 else:
                     listing.add(store, page)
             for name, summary in listing.ready():
                 yield CaptureSummary.from_proto(summary, name)
 
-    def _leave_out(self, store: StoreAddress, failure: exc.ResiduumError, *, allow_partial: bool) -> None:
+    def _leave_out(
+        self, store: StoreAddress, failure: exc.ResiduumError, *, allow_partial: bool, stacklevel: int
+    ) -> None:
         error = silent_store({store: failure}, "What it holds is unknown.")
         if not allow_partial:
             raise error from None
-        caller.warn(str(error), exc.SilentStoreWarning)
+        warnings.warn(str(error), exc.SilentStoreWarning, stacklevel=stacklevel)
 
     async def _follow(self, reading: Reading, timeout: float | None = None) -> AsyncGenerator[Piece, None]:
         async for data in self._read(reading, timeout):
@@ -599,7 +602,8 @@ class AsyncCaptureClient(AsyncDeletionClient):
                 yield piece
         manifest = reading.manifest()
         if reading.is_empty and manifest.state == "complete":
-            warn_of_no_rows([manifest.capture_id], "there is nothing to follow")
+            above = 3 + io.RESUMABLE_FRAMES
+            warn_of_no_rows([manifest.capture_id], "there is nothing to follow", stacklevel=above)
 
     async def _activations_of(
         self, capture_ids: Iterable[str], plan: ReadPlan | None, timeout: float | None, *, progress: bool

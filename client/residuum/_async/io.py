@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import grpc.aio
 
 from residuum.exceptions import ResiduumError
-from residuum.protocol import caller
 from residuum.protocol.deadlines import Deadline
 from residuum.rpc.channels import open_aio_channel
 from residuum.v1 import inference_pb2
@@ -41,6 +40,9 @@ _TASK_SECONDS = 0.0002
 """About the time that a task needs to build the message of a request."""
 _SAME_TURN_SECONDS = 0.0001
 """A task that comes this soon after another one has worked is taken to come in the same turn."""
+
+RESUMABLE_FRAMES = 1
+"""The frames of `resumable` between a generator and its caller."""
 
 sleep = asyncio.sleep
 
@@ -307,10 +309,11 @@ async def extract(
     **options: Any,
 ) -> Extracted:
     """Run an extraction in this event loop; see `AsyncClient.extract`."""
-    from residuum.extraction.job import job_of, run_job
+    from residuum.extraction.job import job_of, run_job, warn_if_no_rows
 
-    with caller.remembering():
-        return await run_job(*job_of(client, source, folder, spec, endpoints, **options))
+    extracted = await run_job(*job_of(client, source, folder, spec, endpoints, **options))
+    warn_if_no_rows(extracted)
+    return extracted
 
 
 async def write_export(job: ExportJob, acts: Activations, place: Workplace, touch: Callable[[int], None]) -> Export:

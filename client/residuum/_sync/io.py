@@ -38,6 +38,8 @@ sleep = time.sleep
 Lock = threading.Lock
 Turns = nullcontext
 """Threads need no turns: each sends its request when it has built the message."""
+RESUMABLE_FRAMES = 0
+"""The frames of `resumable` between a generator and its caller."""
 
 
 class Stop:
@@ -158,9 +160,11 @@ def extract(
     **options: Any,
 ) -> Extracted:
     """Run an extraction, in an event loop of its own; see `Client.extract`."""
-    from residuum.extraction.job import job_of, run_in_thread
+    from residuum.extraction.job import job_of, run_in_thread, warn_if_no_rows
 
-    return run_in_thread(*job_of(client, source, folder, spec, endpoints, **options))
+    extracted = run_in_thread(*job_of(client, source, folder, spec, endpoints, **options))
+    warn_if_no_rows(extracted)
+    return extracted
 
 
 def write_export(job: ExportJob, acts: Activations, place: Workplace, touch: Callable[[int], None]) -> Export:

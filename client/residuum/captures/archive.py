@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import os
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -14,7 +15,6 @@ from residuum import exceptions as exc
 from residuum.captures.archive_index import ArchiveIndex, Entry, tenant_name
 from residuum.captures.archived_chunks import chunks_of
 from residuum.exports.job import Export, ExportJob
-from residuum.protocol import caller
 from residuum.protocol.captures.many import (
     check_choice,
     check_filter,
@@ -426,9 +426,10 @@ class Archive:
         except MissingObjectError:
             return None  # it was deleted after it was listed
         except (LayoutError, ValueError) as error:
-            caller.warn(
+            warnings.warn(
                 f"The object {key} in {self.url} was left out, because it cannot be read: {error}.",
                 exc.LeftOutWarning,
+                stacklevel=2,
             )
             return None
 

@@ -8,6 +8,7 @@ import contextlib
 import os
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -25,7 +26,6 @@ from residuum.extraction.running.prompt_sender import PromptSender
 from residuum.extraction.running.runner import Runner, clean_up
 from residuum.extraction.running.services import Services
 from residuum.extraction.spec import JobSpec, OnError
-from residuum.protocol import caller
 from residuum.protocol.deadlines import call_seconds
 from residuum.protocol.requests import stored_rows
 from residuum.transport.batches import check_concurrency
@@ -170,18 +170,21 @@ async def run_job(job: Job, clients: Callable[[], Sequence[AsyncClient]]) -> Ext
             await services.close()
     extracted = Extracted(job.folder)
     extracted.summary = summary
-    _warn_if_no_rows(extracted)
     return extracted
 
 
-def _warn_if_no_rows(extracted: Extracted) -> None:
+def warn_if_no_rows(extracted: Extracted) -> None:
+    """Warn that a job has no rows. The warning names who called the method that calls `io.extract`, which calls this.
+
+    The job itself may run in another thread, which does not know its caller.
+    """
     summary = extracted.summary
     if summary is None or not summary.prompts or len(extracted):
         return
     why = "No prompt has any of the selected positions, so there are no rows. Check the positions of `capture`."
     if summary.failed == summary.prompts:
         why = "All prompts failed, so there are no rows. `failures` has the reasons."
-    caller.warn(why, EmptyCaptureWarning)
+    warnings.warn(why, EmptyCaptureWarning, stacklevel=4)
 
 
 def run_in_thread(job: Job, clients: Callable[[], Sequence[AsyncClient]]) -> Extracted:
@@ -192,8 +195,7 @@ def run_in_thread(job: Job, clients: Callable[[], Sequence[AsyncClient]]) -> Ext
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="residuum-extract", daemon=True)
     thread.start()
-    with caller.remembering():
-        task = asyncio.run_coroutine_threadsafe(run_job(job, clients), loop)
+    task = asyncio.run_coroutine_threadsafe(run_job(job, clients), loop)
     try:
         while not task.done():  # a signal that comes as a wait without limit begins would interrupt nothing
             concurrent.futures.wait([task], timeout=_SIGNAL_SECONDS)

@@ -132,9 +132,8 @@ async def test_bad_documents(client, tmp_path):
     more = {"pack": True, "context_length": 3, "separator": None}
     source = [[5, 6], "text", [{"role": "user", "content": "hi"}], [-1], [], np.array([7]), [True], [8, 9], [2.5]]
     await stopped(client, source, tmp_path / "a", "item 1 of the input is a text.*tokenizer", **more)
-    with pytest.warns(residuum.LeftOutWarning, match="5 documents were left out. The first: item 1") as caught:
+    with pytest.warns(residuum.LeftOutWarning, match="5 documents were left out. The first: item 1"):
         found = await client.extract(source, tmp_path / "b", capture=WHAT, on_error="skip", progress=False, **more)
-    assert caught[0].filename.endswith("conftest.py")  # the caller, also of a job in another thread
     assert found.token_ids.tolist() == [5, 6, 7]
     assert (found.summary.left_out, found.summary.failed) == (5, 0)
     assert "0 failed, 5 documents left out" in str(found.summary)

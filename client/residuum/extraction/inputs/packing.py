@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import operator
 import time
+import warnings
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +23,6 @@ import numpy.typing as npt
 from residuum.exceptions import InvalidRequest, LeftOutWarning
 from residuum.extraction.inputs.prompts import BadRow, Item, Items, digest
 from residuum.extraction.inputs.tokenizer import Tokenizer
-from residuum.protocol import caller
 from residuum.protocol.requests import short
 
 _CACHED_TOKENS = 4 << 20
@@ -228,7 +228,9 @@ class PackedItems:
     def _warn(self) -> None:
         if self._left_out:
             _, first = next(iter(self._left_out.values()))
-            caller.warn(f"{len(self._left_out)} documents were left out. The first: {first}", LeftOutWarning)
+            warnings.warn(
+                f"{len(self._left_out)} documents were left out. The first: {first}", LeftOutWarning, stacklevel=5
+            )
 
 
 def _token_id(value: Any, where: str) -> int:
