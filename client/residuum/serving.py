@@ -16,6 +16,7 @@ from typing import Any
 
 from residuum.client import Client
 from residuum.exceptions import OutageWarning
+from residuum.protocol.caller import callers_place
 from residuum.rpc.extras import install_server
 
 ENTRY_POINTS = "residuum.commands"
@@ -73,15 +74,14 @@ def serve(
 @contextmanager
 def _watched(services: Sequence[Any]) -> Iterator[None]:
     """Warn at once if a service ends within the block."""
-    is_over = threading.Event()
+    is_over, place = threading.Event(), callers_place()
 
     def watch() -> None:
         while not is_over.wait(_POLL_SECONDS):
             ended = next((service for service in services if not service.is_running), None)
             if ended is not None:
-                warnings.warn(
-                    f"The {ended.name} service has ended. Its log ends:\n{ended.log_end()}", OutageWarning, stacklevel=2
-                )
+                text = f"The {ended.name} service has ended. Its log ends:\n{ended.log_end()}"
+                warnings.warn_explicit(text, OutageWarning, *place)
                 return
 
     thread = threading.Thread(target=watch, daemon=True)

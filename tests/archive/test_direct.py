@@ -164,8 +164,9 @@ def test_damage_is_found(store: Client, archive: residuum.Archive, folder: Path)
     for path in (folder / "captures").iterdir():
         path.write_bytes(b"residuum archive 1\n....")
     archive.refresh()
-    with pytest.warns(residuum.LeftOutWarning, match="cannot be read: its checksum"):
+    with pytest.warns(residuum.LeftOutWarning, match="cannot be read: its checksum") as warned:
         assert list(archive.captures()) == []
+    assert {item.filename for item in warned} == {__file__}
 
 
 def test_partial_captures_are_refused_or_read_in_part(store: Client, archive: residuum.Archive) -> None:

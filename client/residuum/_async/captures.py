@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import warnings
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
@@ -14,6 +13,7 @@ from residuum import exceptions as exc
 from residuum._async import io
 from residuum._async.deleting import AsyncDeletionClient
 from residuum.exports.job import Export, ExportJob
+from residuum.protocol.caller import warn_caller
 from residuum.protocol.captures.deleting import check_deletion
 from residuum.protocol.captures.listing import Listing, check_place, read_token
 from residuum.protocol.captures.many import (
@@ -545,7 +545,7 @@ class AsyncCaptureClient(AsyncDeletionClient):
             try:
                 answer = await self._call(store.endpoint, self._store(store.endpoint).GetStats, request)
             except (exc.Unavailable, exc.DeadlineExceeded) as failure:
-                self._leave_out(store, failure, allow_partial=allow_partial, stacklevel=3)
+                self._leave_out(store, failure, allow_partial=allow_partial)
             else:
                 found.append(StoreStats.from_proto(store, answer))
         return found
@@ -574,21 +574,18 @@ class AsyncCaptureClient(AsyncDeletionClient):
                 try:
                     page = await self._call(store.endpoint, ask, request, within=within)
                 except (exc.Unavailable, exc.DeadlineExceeded) as failure:
-                    above = 4 + io.RESUMABLE_FRAMES
-                    self._leave_out(store, failure, allow_partial=allow_partial, stacklevel=above)
+                    self._leave_out(store, failure, allow_partial=allow_partial)
                     listing.leave_out(store)
                 else:
                     listing.add(store, page)
             for name, summary in listing.ready():
                 yield CaptureSummary.from_proto(summary, name)
 
-    def _leave_out(
-        self, store: StoreAddress, failure: exc.ResiduumError, *, allow_partial: bool, stacklevel: int
-    ) -> None:
+    def _leave_out(self, store: StoreAddress, failure: exc.ResiduumError, *, allow_partial: bool) -> None:
         error = silent_store({store: failure}, "What it holds is unknown.")
         if not allow_partial:
             raise error from None
-        warnings.warn(str(error), exc.SilentStoreWarning, stacklevel=stacklevel)
+        warn_caller(str(error), exc.SilentStoreWarning)
 
     async def _follow(self, reading: Reading, timeout: float | None = None) -> AsyncGenerator[Piece, None]:
         async for data in self._read(reading, timeout):
@@ -602,8 +599,7 @@ class AsyncCaptureClient(AsyncDeletionClient):
                 yield piece
         manifest = reading.manifest()
         if reading.is_empty and manifest.state == "complete":
-            above = 3 + io.RESUMABLE_FRAMES
-            warn_of_no_rows([manifest.capture_id], "there is nothing to follow", stacklevel=above)
+            warn_of_no_rows([manifest.capture_id], "there is nothing to follow")
 
     async def _activations_of(
         self, capture_ids: Iterable[str], plan: ReadPlan | None, timeout: float | None, *, progress: bool

@@ -41,9 +41,6 @@ _TASK_SECONDS = 0.0002
 _SAME_TURN_SECONDS = 0.0001
 """A task that comes this soon after another one has worked is taken to come in the same turn."""
 
-RESUMABLE_FRAMES = 1
-"""The frames of `resumable` between a generator and its caller."""
-
 sleep = asyncio.sleep
 
 

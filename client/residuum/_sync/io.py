@@ -38,8 +38,6 @@ sleep = time.sleep
 Lock = threading.Lock
 Turns = nullcontext
 """Threads need no turns: each sends its request when it has built the message."""
-RESUMABLE_FRAMES = 0
-"""The frames of `resumable` between a generator and its caller."""
 
 
 class Stop:

@@ -6,7 +6,6 @@ import functools
 import importlib.util
 import os
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -15,6 +14,7 @@ from residuum import exceptions as exc
 from residuum.captures.archive_index import ArchiveIndex, Entry, tenant_name
 from residuum.captures.archived_chunks import chunks_of
 from residuum.exports.job import Export, ExportJob
+from residuum.protocol.caller import warn_caller
 from residuum.protocol.captures.many import (
     check_choice,
     check_filter,
@@ -415,23 +415,21 @@ class Archive:
         index = ArchiveIndex(self.tenant)
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="archive") as pool:
             for entry in pool.map(self._entry, [path.removeprefix(f"{CAPTURES}/") for path in paths]):
-                if entry is not None:
+                if isinstance(entry, Entry):
                     index.add(entry)
+                elif entry:
+                    warn_caller(entry, exc.LeftOutWarning)
         return index
 
-    def _entry(self, key: str) -> Entry | None:
+    def _entry(self, key: str) -> Entry | str | None:
+        """Return a capture; a text that says why it cannot be read; None if it was deleted after it was listed."""
         try:
             capture = self._unpacked(key)
             return Entry(key, age_of(key, capture.manifest), _summary(capture))
         except MissingObjectError:
-            return None  # it was deleted after it was listed
-        except (LayoutError, ValueError) as error:
-            warnings.warn(
-                f"The object {key} in {self.url} was left out, because it cannot be read: {error}.",
-                exc.LeftOutWarning,
-                stacklevel=2,
-            )
             return None
+        except (LayoutError, ValueError) as error:
+            return f"The object {key} in {self.url} was left out, because it cannot be read: {error}."
 
     def _unpacked(self, key: str) -> archive_pb2.ArchivedCapture:
         return unpack_capture(self._reading(lambda: self._objects.get(capture_path(key))))

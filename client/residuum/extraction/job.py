@@ -8,7 +8,6 @@ import contextlib
 import os
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -26,6 +25,7 @@ from residuum.extraction.running.prompt_sender import PromptSender
 from residuum.extraction.running.runner import Runner, clean_up
 from residuum.extraction.running.services import Services
 from residuum.extraction.spec import JobSpec, OnError
+from residuum.protocol.caller import note_caller, warn_caller
 from residuum.protocol.deadlines import call_seconds
 from residuum.protocol.requests import stored_rows
 from residuum.transport.batches import check_concurrency
@@ -154,8 +154,11 @@ async def run_job(job: Job, clients: Callable[[], Sequence[AsyncClient]]) -> Ext
         job: The job.
         clients: Makes a client for each inference service. They are closed at the end.
     """
-    found = await asyncio.to_thread(job.items)  # it reads where the lines of a file begin
-    with contextlib.closing(found) as items, open_folder(job.folder) as folder:
+    with (
+        note_caller(),
+        contextlib.closing(await asyncio.to_thread(job.items)) as items,  # it reads where the lines of a file begin
+        open_folder(job.folder) as folder,
+    ):
         await _with_pauses(cut(job, items))
         services = Services(clients(), job.max_concurrency, job.timeout)
         try:
@@ -174,19 +177,17 @@ async def run_job(job: Job, clients: Callable[[], Sequence[AsyncClient]]) -> Ext
 
 
 def warn_if_no_rows(extracted: Extracted) -> None:
-    """Warn that a job has no rows. The warning names who called the method that calls `io.extract`, which calls this.
-
-    The job itself may run in another thread, which does not know its caller.
-    """
+    """Warn that a job has no rows."""
     summary = extracted.summary
     if summary is None or not summary.prompts or len(extracted):
         return
     why = "No prompt has any of the selected positions, so there are no rows. Check the positions of `capture`."
     if summary.failed == summary.prompts:
         why = "All prompts failed, so there are no rows. `failures` has the reasons."
-    warnings.warn(why, EmptyCaptureWarning, stacklevel=4)
+    warn_caller(why, EmptyCaptureWarning)
 
 
+@note_caller()
 def run_in_thread(job: Job, clients: Callable[[], Sequence[AsyncClient]]) -> Extracted:
     """Run a job in an event loop of its own, in another thread, so that it works inside a running loop, too.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import warnings
 from collections import Counter
@@ -25,6 +24,7 @@ from residuum.exceptions import (
     UnknownSite,
     Unreachable,
 )
+from residuum.protocol.caller import callers_place
 from residuum.protocol.deadlines import Deadline
 from residuum.protocol.requests import IfExists, Prompt, check_if_exists, check_probes, short
 from residuum.protocol.sampling import sampling_parameters
@@ -220,7 +220,7 @@ class Outage:
     """
 
     def __init__(self, plan: BatchPlan, patience: Callable[[ResiduumError], float], timeout: float | None) -> None:
-        """Start with services that answer. Call this in the method that the user calls: a warning names its caller.
+        """Start with services that answer. Call this in the thread and task of the caller, whose line a warning names.
 
         Args:
             plan: The batch.
@@ -230,9 +230,7 @@ class Outage:
         self._plan = plan
         self._patience = patience
         self._timeout = timeout
-        # Who called `generate_many` or `generate_as_completed`. The threads and tasks that warn do not know it.
-        user = sys._getframe(2)  # noqa: SLF001 - as in the standard library's warnings
-        self._place = user.f_code.co_filename, user.f_lineno, user.f_globals.get("__name__")
+        self._place = callers_place()  # the threads and tasks that warn do not know it
         self._retries = ReadRetries(Deadline(None))
         self._lock = threading.Lock()
         self._broken: set[int] = set()
@@ -287,14 +285,11 @@ class Outage:
                 raise self._verdict
             is_new, self.is_on, self._seconds = not self.is_on, True, seconds
         if is_new:
-            filename, line, module = self._place
             warnings.warn_explicit(
                 f"The batch waits up to {patience:.0f} s until it can continue, and starts no prompts until then: "
                 f"{failure}",
                 OutageWarning,
-                filename,
-                line,
-                module,
+                *self._place[:3],  # without what was shown before: each outage is another one
             )
 
     def _is_of_outage(self, index: int, failure: ResiduumError) -> bool:

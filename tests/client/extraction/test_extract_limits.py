@@ -405,6 +405,41 @@ async def test_one_other_service_continues(client, peer, second, prompts, tmp_pa
         )
 
 
+PACKED = {"pack": True, "context_length": 2, "separator": None, "on_error": "skip"}
+
+
+@pytest.mark.parametrize(
+    ("category", "source", "choice", "count"),
+    [
+        (residuum.OutageWarning, ["a", "b"], {}, 2),  # it is away, and answers again
+        (residuum.LeftOutWarning, [[5, 6], [-1]], PACKED, 1),
+    ],
+)
+async def test_the_warnings_of_a_job_are_where_the_user_runs_it(
+    endpoint, peer, tmp_path, category, source, choice, count
+):  # fmt: skip
+    """Not in the thread and the tasks that run it."""
+    more = {"capture": WHAT, "progress": False, **choice}
+    away = [None, Failure(Reason.ERROR_REASON_STORE_UNREACHABLE, "No store.")] * (category is residuum.OutageWarning)
+
+    def run(client):
+        client.extract(source, tmp_path / "sync", **more)
+
+    async def run_async(client):
+        await client.extract(source, tmp_path / "async", **more)
+
+    peer.script.failures = list(away)
+    with residuum.Client(endpoint, timeout=30) as client, pytest.warns(category) as warned:
+        run(client)
+    assert [(item.filename, item.lineno) for item in warned] == [(__file__, run.__code__.co_firstlineno + 1)] * count
+    peer.script.failures = list(away)
+    async with AsyncClient(endpoint, timeout=30) as client:
+        with pytest.warns(category) as warned:
+            await run_async(client)
+    line = run_async.__code__.co_firstlineno + 1
+    assert [(item.filename, item.lineno) for item in warned] == [(__file__, line)] * count
+
+
 # ---------------------------------------------------------------------------------------------------- a slow disk
 
 

@@ -243,7 +243,7 @@ def test_a_service_that_dies_is_reported_at_once(scripted, monkeypatch):
         until = time.monotonic() + 60
         while not told and time.monotonic() < until:
             time.sleep(0.01)
-    assert [item.category for item in told] == [residuum.OutageWarning]
+    assert [(item.category, item.filename) for item in told] == [(residuum.OutageWarning, __file__)]
     assert "The inference service has ended" in str(told[0].message)
 
 

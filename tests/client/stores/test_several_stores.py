@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import inspect
 import json
 import signal
 import socket
+import sys
 import threading
 import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
@@ -382,6 +387,29 @@ def test_the_warning_about_an_unreachable_store_is_where_the_user_asks(group, aw
             with pytest.warns(residuum.SilentStoreWarning) as warned:
                 ask(name)
             assert [item.lineno for item in warned] == [ask.__code__.co_firstlineno + 1]
+
+
+def test_a_warning_without_the_users_line_is_shown_once(group, away):
+    """In a thread that runs only the client. A task has the line that runs its event loop."""
+    stores = [*group.address("a"), f"c={away}"]
+
+    async def ask():
+        async with residuum.AsyncClient(store=stores) as client:
+            await asyncio.gather(client.stats(allow_partial=True), client.stats(allow_partial=True))
+
+    with warnings.catch_warnings(record=True) as of_tasks:
+        warnings.simplefilter("default")
+        asyncio.run(ask())
+    assert [(item.filename, item.lineno) for item in of_tasks] == [(__file__, sys._getframe().f_lineno - 1)]
+    with (
+        residuum.Client(store=stores) as client,
+        ThreadPoolExecutor() as pool,
+        warnings.catch_warnings(record=True) as of_threads,
+    ):
+        warnings.simplefilter("default")
+        for _ in range(2):
+            pool.submit(client.stats, allow_partial=True).result()
+    assert [item.filename for item in of_threads] == [inspect.getfile(residuum.Client.stats)]
 
 
 async def test_stats_of_all_stores_add_up(make, group):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import bisect
 import operator
 import time
-import warnings
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ import numpy.typing as npt
 from residuum.exceptions import InvalidRequest, LeftOutWarning
 from residuum.extraction.inputs.prompts import BadRow, Item, Items, digest
 from residuum.extraction.inputs.tokenizer import Tokenizer
+from residuum.protocol.caller import warn_caller
 from residuum.protocol.requests import short
 
 _CACHED_TOKENS = 4 << 20
@@ -228,9 +228,7 @@ class PackedItems:
     def _warn(self) -> None:
         if self._left_out:
             _, first = next(iter(self._left_out.values()))
-            warnings.warn(
-                f"{len(self._left_out)} documents were left out. The first: {first}", LeftOutWarning, stacklevel=5
-            )
+            warn_caller(f"{len(self._left_out)} documents were left out. The first: {first}", LeftOutWarning)
 
 
 def _token_id(value: Any, where: str) -> int:

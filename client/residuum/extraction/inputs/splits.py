@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-import warnings
 from pathlib import Path
 
 from residuum.exceptions import InvalidRequest
+from residuum.protocol.caller import warn_caller
 
 _SHARD = re.compile(r"(?P<split>.+)-\d{5,}(?P<version>-of-(?P<total>\d{5,})(?:-[0-9a-f]{16})?)")
 """The names of the files of a split on the Hugging Face hub, such as train-00000-of-00002."""
@@ -63,10 +63,9 @@ def _check_split(files: list[Path]) -> None:
         )
     total = int(shards[0]["total"]) if shards and shards[0] else len(files)  # without numbers, nothing tells how many
     if len(files) != total:
-        warnings.warn(
+        warn_caller(
             f"By their names, the split {_split_of(files[0])} in {files[0].parent} has {len(files)} of {total} files. "
-            "The job reads these. To read all, stop it and download the others.",
-            stacklevel=2,
+            "The job reads these. To read all, stop it and download the others."
         )
 
 

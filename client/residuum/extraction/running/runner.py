@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import warnings
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
@@ -27,6 +26,7 @@ from residuum.extraction.running.services import goes_away
 from residuum.extraction.running.store_watch import watch_stores
 from residuum.extraction.shards import SHARD_PROMPTS, Shard, ShardInfo
 from residuum.extraction.spec import JobSpec, OnError
+from residuum.protocol.caller import warn_caller
 from residuum.protocol.captures.reading import not_complete, plan_read
 from residuum.values.captures.activations import Activations
 
@@ -348,9 +348,8 @@ async def clean_up(services: Iterable[Service], job_id: str, *, keep_captures: b
         try:
             await service.client.delete(prefix=f"{job_id}-", states=states)
         except ResiduumError as failure:
-            warnings.warn(
+            warn_caller(
                 f"Captures of the job may be left in the stores of {service.client.endpoint}: {failure} Delete them "
                 f"with `residuum rm --prefix {job_id}-`.",
                 OutageWarning,
-                stacklevel=2,
             )

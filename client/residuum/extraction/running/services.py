@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from residuum._async.client import AsyncClient
 from residuum.exceptions import EngineDead, InvalidRequest, OutageWarning, ResiduumError, Unavailable
 from residuum.extraction.running.service import LONGEST_PAUSE_SECONDS, Service, pause
+from residuum.protocol.caller import warn_caller
 from residuum.transport.connections import LONGEST_OUTAGE_SECONDS, is_away
 from residuum.values.captures.capture import Capture
 from residuum.values.model.info import ModelInfo
@@ -132,7 +132,7 @@ class Services:
     def note_answer(self, service: Service) -> None:
         """Note that a service has answered a prompt."""
         if service.failures:
-            warnings.warn(f"{service.client.endpoint} answers again.", OutageWarning, stacklevel=2)
+            warn_caller(f"{service.client.endpoint} answers again.", OutageWarning)
         service.note_answer(time.monotonic())
 
     def note_refused(self, service: Service, failure: ResiduumError) -> None:
@@ -149,11 +149,10 @@ class Services:
         self._check_patience(now, service)
         if not service.has_warned:
             service.has_warned = True
-            warnings.warn(
+            warn_caller(
                 f"{service.client.endpoint} takes no prompts at the moment: {failure} The job sends it one from time "
                 f"to time, for up to {self._patience:.0f} s.",
                 OutageWarning,
-                stacklevel=2,
             )
 
     def note_away(self, service: Service, failure: ResiduumError) -> None:
@@ -174,10 +173,9 @@ class Services:
         if service.failures == 0:
             continues = "The other service continues." if others == 1 else f"The {others} other services continue."
             what = continues if others else f"It waits up to {self._patience:.0f} s."
-            warnings.warn(
+            warn_caller(
                 f"The job leaves out {service.client.endpoint} until it answers again. {what} {failure}",
                 OutageWarning,
-                stacklevel=2,
             )
         probe = asyncio.ensure_future(self._probe(service))
         self._probes.add(probe)
@@ -225,7 +223,7 @@ class Services:
                 try:
                     self._check(service, info)
                 except InvalidRequest as error:
-                    warnings.warn(f"The job leaves out {service.client.endpoint}: {error}", OutageWarning, stacklevel=2)
+                    warn_caller(f"The job leaves out {service.client.endpoint}: {error}", OutageWarning)
                     return
                 service.is_away = False
                 self._is_back.set()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import warnings
 from collections.abc import Callable, Sequence
 
 from residuum.exceptions import DeadlineExceeded, OutageWarning, ResiduumError, Unavailable
 from residuum.extraction.running.service import Service
+from residuum.protocol.caller import warn_caller
 
 _QUIET_SECONDS = 5.0
 """The time without a prompt that ends after which the stores are asked, and the time that they have to answer."""
@@ -27,12 +27,12 @@ async def watch_stores(services: Sequence[Service], num_ended: Callable[[], int]
             before = num_ended()
             if told:
                 told = ""
-                _warn("The job goes on.")
+                warn_caller("The job goes on.", OutageWarning)
             continue
         kind, why = await _reason(services)
         if kind not in ("", told):
             told = kind
-            _warn(f"The job waits: {why}")
+            warn_caller(f"The job waits: {why}", OutageWarning)
 
 
 async def _reason(services: Sequence[Service]) -> tuple[str, str]:
@@ -53,7 +53,3 @@ async def _reason(services: Sequence[Service]) -> tuple[str, str]:
                     "give it more room."
                 )
     return "", ""
-
-
-def _warn(text: str) -> None:
-    warnings.warn(text, OutageWarning, stacklevel=3)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from residuum import exceptions as exc
+from residuum.protocol.caller import warn_caller
 from residuum.protocol.captures.reading import Reading, ReadPlan, SharedPayloads
 from residuum.protocol.failures import from_item_error
 from residuum.protocol.requests import RequestLike, check_capture_id
@@ -112,28 +112,25 @@ def warn_of_left_out(manifests: Sequence[Manifest], total: int) -> None:
         return
     named = ", ".join(f"{manifest.capture_id} ({manifest.state})" for manifest in manifests[:_MAX_NAMED])
     more = f" and {len(manifests) - _MAX_NAMED} more" if len(manifests) > _MAX_NAMED else ""
-    warnings.warn(
+    warn_caller(
         f"{len(manifests)} of the {total} captures that match are not complete and were left out: {named}{more}. Use "
         "allow_partial=True to read their present rows, or delete them.",
         exc.LeftOutWarning,
-        stacklevel=3,
     )
 
 
-def warn_of_no_rows(capture_ids: Sequence[str], result: str, *, stacklevel: int = 3) -> None:
+def warn_of_no_rows(capture_ids: Sequence[str], result: str) -> None:
     """Warn that captures have none of the selected positions.
 
     Args:
         capture_ids: The captures.
         result: What is empty, such as "the result has 0 rows".
-        stacklevel: The caller's frame, as for `warnings.warn`.
     """
     name, count = next(iter(capture_ids)), len(capture_ids)
     which = f"The capture {name} has none" if count == 1 else f"None of the {count} captures has any"
-    warnings.warn(
+    warn_caller(
         f"{which} of the selected positions, so {result}. Check `positions`, and which positions were captured.",
         exc.EmptyCaptureWarning,
-        stacklevel=stacklevel,
     )
 
 

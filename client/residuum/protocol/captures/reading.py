@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
@@ -12,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from residuum import exceptions as exc
+from residuum.protocol.caller import warn_caller
 from residuum.protocol.captures.rows import Allocate, RowGrid, Wanted, partial_block, whole_block
 from residuum.protocol.requests import RequestLike, check_capture_id
 from residuum.v1 import capture_pb2, store_pb2
@@ -403,11 +403,10 @@ def warn_if_empty(acts: Activations) -> None:
     which = f" of sequence {', '.join(map(str, empty))}" if len(manifest.sequences) > 1 else ""
     rows = [_length(manifest, sequence) for sequence in empty]
     until = f" Its positions are 0 to {rows[0] - 1}." if len(rows) == 1 and rows[0] else ""
-    warnings.warn(
+    warn_caller(
         f"The capture {manifest.capture_id} has none of the selected positions{which}, so the result has 0 positions."
         f"{until} The prompt has {len(manifest.prompt_token_ids)} tokens, and the last generated token has no row.",
         exc.EmptyCaptureWarning,
-        stacklevel=3,
     )
 
 

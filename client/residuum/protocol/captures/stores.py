@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import threading
-import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from residuum import exceptions as exc
+from residuum.protocol.caller import warn_caller
 from residuum.protocol.endpoints import check_endpoint
 from residuum.v1 import inference_pb2
 from residuum.wire.limits import MAX_CAPTURES_PER_READ
@@ -32,14 +31,6 @@ def named_stores(stores: str | Iterable[str] | None) -> tuple[StoreAddress, ...]
     for store in named:
         check_endpoint(store.endpoint)
     return named
-
-
-def _users_level() -> int:
-    """Return the stacklevel with which a warning of the caller names the line that called this package."""
-    level, frame = 1, sys._getframe(1)  # noqa: SLF001 - as in the standard library's warnings
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("residuum."):
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 class StoreDirectory:
@@ -88,12 +79,11 @@ class StoreDirectory:
         """
         self._stores = tuple(self._last)
         if warns and self._stores and not self._is_whole:
-            warnings.warn(
+            warn_caller(
                 "The inference service does not answer, so its list of stores is unknown. The client uses the stores "
                 f"of its own captures: {', '.join(map(str, self._stores))}. What other stores hold is left out. "
                 f"{READ_STORE_ALONE}",
                 exc.SilentStoreWarning,
-                stacklevel=_users_level(),
             )
         return self._stores
 
