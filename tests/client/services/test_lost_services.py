@@ -51,7 +51,7 @@ async def test_a_client_that_only_generated_knows_the_stores_of_its_captures(mak
 
 
 async def test_a_timeout_too_short_to_find_out_says_that_nothing_may_run_there(make):
-    with pytest.raises(residuum.DeadlineExceeded, match="If no service runs there.*`residuum doctor`"):
+    with pytest.raises(residuum.DeadlineExceeded, match=r"If no service runs there.*`residuum doctor`"):
         await make("127.0.0.1:1", timeout=0.05).info()
 
 
