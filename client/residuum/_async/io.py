@@ -306,11 +306,9 @@ async def extract(
     **options: Any,
 ) -> Extracted:
     """Run an extraction in this event loop; see `AsyncClient.extract`."""
-    from residuum.extraction.job import job_of, run_job, warn_if_no_rows
+    from residuum.extraction.job import job_of, run_job
 
-    extracted = await run_job(*job_of(client, source, folder, spec, endpoints, **options))
-    warn_if_no_rows(extracted)
-    return extracted
+    return await run_job(*job_of(client, source, folder, spec, endpoints, **options))
 
 
 async def write_export(job: ExportJob, acts: Activations, place: Workplace, touch: Callable[[int], None]) -> Export:

@@ -158,11 +158,9 @@ def extract(
     **options: Any,
 ) -> Extracted:
     """Run an extraction, in an event loop of its own; see `Client.extract`."""
-    from residuum.extraction.job import job_of, run_in_thread, warn_if_no_rows
+    from residuum.extraction.job import job_of, run_in_thread
 
-    extracted = run_in_thread(*job_of(client, source, folder, spec, endpoints, **options))
-    warn_if_no_rows(extracted)
-    return extracted
+    return run_in_thread(*job_of(client, source, folder, spec, endpoints, **options))
 
 
 def write_export(job: ExportJob, acts: Activations, place: Workplace, touch: Callable[[int], None]) -> Export:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from residuum._async.client import AsyncClient
-from residuum.extraction.job import Job, cut, run_in_thread, warn_if_no_rows
+from residuum.extraction.job import Job, cut, run_in_thread
 
 SAMPLE = 64
 """The prompts of a sample."""
@@ -58,7 +58,6 @@ def estimate(job: Job, clients: Callable[[], Sequence[AsyncClient]]) -> Estimate
             job, folder=Path(folder, "sample"), spec=spec, on_error="skip", keep_captures=False, is_sample=True
         )
         rows = run_in_thread(sample, clients)
-        warn_if_no_rows(rows)
         done = rows.summary
     if done is None:
         raise RuntimeError("a job that has run has a summary")

@@ -173,11 +173,11 @@ async def run_job(job: Job, clients: Callable[[], Sequence[AsyncClient]]) -> Ext
             await services.close()
     extracted = Extracted(job.folder)
     extracted.summary = summary
+    _warn_if_no_rows(extracted)
     return extracted
 
 
-def warn_if_no_rows(extracted: Extracted) -> None:
-    """Warn that a job has no rows."""
+def _warn_if_no_rows(extracted: Extracted) -> None:
     summary = extracted.summary
     if summary is None or not summary.prompts or len(extracted):
         return

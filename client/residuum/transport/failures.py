@@ -167,7 +167,7 @@ def _from_code(code: grpc.StatusCode, details: str, endpoint: str, unreachable: 
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return exc.DeadlineExceeded(
             f"{endpoint} did not answer in time. Give a longer timeout, or none with timeout=None. If no service runs "
-            "there, no timeout is long enough: `residuum doctor` checks that.",
+            "there, no timeout is long enough: check with `residuum doctor`.",
             metadata=metadata,
         )
     if code is grpc.StatusCode.UNIMPLEMENTED:

@@ -18,7 +18,7 @@ from residuum.cli.generation.generate import add_capture, capture_of
 from residuum.cli.output import Output, age, with_flags
 from residuum.cli.parser import DEFAULT_ENDPOINT, Parser, positive_count
 from residuum.extraction.estimate import Estimate, estimate
-from residuum.extraction.job import job_of, run_in_thread, warn_if_no_rows
+from residuum.extraction.job import job_of, run_in_thread
 from residuum.extraction.results.exporting import FORMATS, check_export
 from residuum.extraction.spec import DEFAULT_SHARD_BYTES
 from residuum.transport.progress import size
@@ -198,7 +198,6 @@ def extract(options: argparse.Namespace, output: Output) -> int:
             return 0
         try:
             rows = run_in_thread(job, clients)
-            warn_if_no_rows(rows)
         except KeyboardInterrupt:
             raise KeyboardInterrupt("To continue the job, run the same command again") from None
     for name, folder in exports:
