@@ -185,6 +185,7 @@ class Client(GenerationClient):
             FileExistsError: The folder has other files, or another process runs the job.
             OSError: The input cannot be read, or a file cannot be written.
             Unreachable: No service answers.
+            StoreFull: A store has no room for longer than `timeout`, or 5 minutes.
 
         Warns:
             OutageWarning: A service does not answer, and is left out; or it refuses every prompt at the moment; or the

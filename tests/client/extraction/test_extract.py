@@ -529,18 +529,6 @@ async def test_no_room_for_the_log(client, prompts, tmp_path):
         await stopped(client, prompts, disk / "out", r"cannot write to .*No space left.*the same job again", OSError)
 
 
-async def test_a_full_store_stops_the_job(client, peer, prompts, tmp_path):
-    peer.script.failures = [None, Failure(Reason.ERROR_REASON_STORE_FULL, "The store is full.")] * 9
-    await stopped(
-        client,
-        prompts,
-        tmp_path / "out",
-        "store is full. .*smaller max_concurrency",
-        residuum.StoreFull,
-        on_error="skip",
-    )
-
-
 class Faults:
     """Raises a failure in each of the next generations, then in none. `calls` counts all generations."""
 

@@ -27,6 +27,8 @@ from svc_common.security.tokens_file import Limits
 from tests.client.extraction.test_extract import check_rows, files, job_id, write_prompts
 from tests.client.support.extraction_files import write_extraction
 from tests.client.support.peer import HIDDEN, POST, RunningPeer, rows
+from tests.store.support import serving
+from tests.store.wide import MIB, append_until_full, open_wide
 from tests.waiting import wait_for
 
 WHAT = residuum.Capture(layers=[1, 4])
@@ -261,6 +263,46 @@ async def test_a_service_that_refuses_every_prompt_ends_the_job(
     assert peer.script.places.refused < 50  # each prompt once, and then one at a time with pauses
 
 
+@pytest.fixture
+def full(tmp_path):
+    """A real store that is full, and a scripted inference service whose captures go there."""
+    with serving(tmp_path / "full", max_bytes=16 * MIB) as (_, store):
+        open_wide(store, "theirs")
+        append_until_full(store, "theirs")
+        running = RunningPeer(store.target)
+        yield running
+        running.stop()
+
+
+async def test_a_full_store_is_waited_for(make, full, prompts, tmp_path):
+    client = make(full.endpoint, timeout=10)
+    warned = pytest.warns(residuum.OutageWarning, match="at the moment: The store is full.*more room.*up to 300 s")
+
+    def delete():
+        wait_for(lambda: len(warned), "the job tells that it waits")
+        with residuum.Client(full.endpoint) as operator:
+            operator.delete("theirs")
+
+    thread = threading.Thread(target=delete)
+    thread.start()
+    with warned:
+        found = await client.extract(prompts, tmp_path / "out", capture=WHAT, max_concurrency=8, progress=False)
+    thread.join()
+    check_rows(found, 40)
+    assert found.summary.failed == 0
+
+
+@pytest.mark.filterwarnings("ignore::residuum.OutageWarning")
+async def test_a_store_that_stays_full_ends_the_job_which_continues(make, full, prompts, tmp_path):
+    client, began = make(full.endpoint, timeout=10), time.monotonic()
+    job = {"capture": WHAT, "on_error": "skip", "max_concurrency": 8, "progress": False}
+    with pytest.raises(residuum.StoreFull, match=r"store is full.*smaller max_concurrency\.$"):
+        await client.extract(prompts, tmp_path / "out", timeout=1.0, **job)
+    assert 1.0 <= time.monotonic() - began < 60, "it did not wait as long as without a timeout, 300 s"
+    await client.delete("theirs")
+    check_rows(await client.extract(prompts, tmp_path / "out", **job), 40)
+
+
 class TooLittle:
     """Refuses prompts that need more than all that a service has of something. Those before prompt `first` do not."""
 
@@ -335,10 +377,15 @@ async def test_a_job_waits_while_a_prompt_runs_longer_than_its_patience(endpoint
         (Reason.ERROR_REASON_QUOTA_EXCEEDED, "max_sae_bytes", False),
     ],
 )
-async def test_only_the_store_gets_advice_about_room(client, peer, prompts, tmp_path, reason, limit, advises):
-    peer.script.failures = [None, Failure(reason, "No.", limit=limit)] * 9
-    with pytest.raises(residuum.ResourceExhausted, match=r"^No\.") as caught:
-        await client.extract(prompts, tmp_path / "out", capture=WHAT, progress=False)
+async def test_a_job_waits_for_room_in_a_store_alone_and_gives_advice(
+    client, peer, prompts, tmp_path, reason, limit, advises
+):
+    peer.script.failures = [None, *[Failure(reason, "No.", limit=limit)] * 99]
+    with (
+        pytest.warns(residuum.OutageWarning) if advises else contextlib.nullcontext(),
+        pytest.raises(residuum.ResourceExhausted, match=r"^No\.") as caught,
+    ):
+        await client.extract(prompts, tmp_path / "out", capture=WHAT, timeout=0.5, progress=False)
     assert ("more room" in str(caught.value)) == advises
 
 

@@ -24,7 +24,7 @@ from grpc_health.v1 import health
 from inference_svc.admission.captures import resolve_capture
 from inference_svc.model_facts import CaptureDefaults
 from residuum.rpc.channels import SERVER_OPTIONS, open_channel
-from residuum.rpc.errors import Failure, Reason
+from residuum.rpc.errors import Failure, Reason, failure_from_rpc_error
 from residuum.v1 import (
     capture_pb2,
     inference_pb2,
@@ -485,7 +485,10 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
             request_time=timestamp_pb2.Timestamp(seconds=1_700_000_000),
         )  # fmt: skip
         request = store_pb2.OpenCaptureRequest(description=description, if_exists=spec.if_exists)
-        return self.store.OpenCapture(request, timeout=10)
+        try:
+            return self.store.OpenCapture(request, timeout=10)
+        except grpc.RpcError as error:
+            raise failure_from_rpc_error(error) or error from None
 
     def _replay(self, manifest):
         """Answer with a capture that exists already (IF_EXISTS_SKIP)."""

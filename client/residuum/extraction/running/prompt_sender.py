@@ -39,8 +39,8 @@ _OF_THE_PROMPT = (InvalidRequest, TypeError, *_MAY_PASS)
 _FAILED_ATTEMPTS = 3
 """How often a prompt may fail with them before it counts as failed. No later run of the job sends it again."""
 
-_LIMITS_OF_REQUESTS = frozenset({"max_requests", "max_open_captures"})
-"""Quotas of a tenant that have room again when a request has ended."""
+_PASSING_LIMITS = frozenset({"max_requests", "max_open_captures", "max_bytes"})
+"""Quotas of a tenant that have room again when a request has ended, or captures were deleted."""
 
 
 @dataclass(frozen=True)
@@ -130,11 +130,11 @@ class PromptSender:
             except AlreadyExists as failure:
                 raise _Again(failure) from None
             except (StoreFull, LimitReached, QuotaExceeded) as failure:
-                if not _is_of_requests(failure):
-                    if _is_of_length(failure):
-                        return Failed(item, _without_name(failure, name))
-                    raise with_advice(failure) from None
-                self.services.note_refused(service, failure)
+                if _is_of_length(failure):
+                    return Failed(item, _without_name(failure, name))
+                if not _is_taken_later(failure):
+                    raise
+                self.services.note_refused(service, with_advice(failure))
                 raise _Again(failure, is_attempt=False) from None
             except ResiduumError as failure:
                 if not goes_away(failure):
@@ -169,11 +169,11 @@ class PromptSender:
         return f"{self._job_id}-{item.index:09}" + (f".{attempt}" if attempt else "")
 
 
-def _is_of_requests(failure: ResiduumError) -> bool:
-    """Tell whether a service takes the prompt when others have ended."""
+def _is_taken_later(failure: ResiduumError) -> bool:
+    """Tell whether a service takes the prompt when others have ended, or captures were deleted."""
     if isinstance(failure, LimitReached):
         return failure.may_pass
-    return failure.metadata.get("limit") in _LIMITS_OF_REQUESTS
+    return isinstance(failure, StoreFull) or failure.metadata.get("limit") in _PASSING_LIMITS
 
 
 def _is_of_length(failure: ResiduumError) -> bool:
