@@ -303,6 +303,35 @@ async def test_a_store_that_stays_full_ends_the_job_which_continues(make, full, 
     check_rows(await client.extract(prompts, tmp_path / "out", **job), 40)
 
 
+@pytest.mark.filterwarnings("ignore::residuum.OutageWarning")
+async def test_captures_that_were_read_make_room_for_one_that_is_sent_again(
+    client, peer, prompts, tmp_path, monkeypatch
+):
+    """The last capture of a read is lost. The store has room again when those before it are in files and deleted."""
+    out, read, lost = tmp_path / "out", Runner._read_captures, []
+
+    async def some_lost(runner, ended):
+        found = await read(runner, ended)
+        if not lost and len(found) > 1:
+            lost.append(ended[-1].item.index)
+            del found[ended[-1].reply.request_id]
+        return found
+
+    @contextlib.contextmanager
+    def room():
+        if lost and len(list(out.glob("rows-*.safetensors"))) < lost[0]:
+            raise Failure(Reason.ERROR_REASON_STORE_FULL, "The store is full.")
+        yield
+
+    monkeypatch.setattr(Runner, "_read_captures", some_lost)
+    peer.script.places = room
+    found = await client.extract(
+        prompts, out, capture=WHAT, shard_bytes=1, max_concurrency=40, timeout=5.0, progress=False
+    )
+    check_rows(found, 40)
+    assert lost
+
+
 class TooLittle:
     """Refuses prompts that need more than all that a service has of something. Those before prompt `first` do not."""
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from residuum.exceptions import (
@@ -155,8 +155,10 @@ class Runner:
         shard = self._new_shard()
         total = len(self._items)
         while shard.first_prompt + shard.prompts < total:
-            for outcome, acts in await self._read(await self._next(feeding)):
-                self._add(shard, outcome, acts)
+            ended = await self._next(feeding)
+            found = await self._read_captures(ended)
+            for outcome in ended:  # one at a time: those before one that is sent again may make room for it
+                self._add(shard, *await self._with_rows(outcome, found))
                 if shard.bytes >= self._spec.shard_bytes or shard.prompts >= SHARD_PROMPTS:
                     shard = await self._finish(shard, total)
             self._report(self.totals)
@@ -185,24 +187,23 @@ class Runner:
             raise failures[0]
         return [task.result() for task in ended]
 
-    async def _read(self, outcomes: Sequence[Outcome]) -> list[tuple[Outcome, Activations | None]]:
-        """Return the rows of prompts. One whose capture was lost is sent again."""
-        answered = [outcome for outcome in outcomes if isinstance(outcome, Answered)]
-        found = await self._read_captures(answered)
-        results: list[tuple[Outcome, Activations | None]] = []
-        for outcome in outcomes:
-            name = outcome.reply.request_id if isinstance(outcome, Answered) else ""
-            acts = found.get(name)
-            if isinstance(outcome, Failed) or (acts is not None and acts.manifest.state == "complete"):
-                results.append((outcome, acts))
-            else:
-                results.append(await self._read_again(outcome, acts))
-        return results
+    async def _with_rows(
+        self, outcome: Outcome, found: Mapping[str, Activations]
+    ) -> tuple[Outcome, Activations | None]:
+        """Return a prompt with its rows. One whose capture was lost is sent again."""
+        if isinstance(outcome, Failed):
+            return outcome, None
+        acts = found.get(outcome.reply.request_id)
+        if acts is not None and acts.manifest.state == "complete":
+            return outcome, acts
+        return await self._read_again(outcome, acts)
 
-    async def _read_captures(self, answered: Iterable[Answered]) -> dict[str, Activations]:
+    async def _read_captures(self, outcomes: Iterable[Outcome]) -> dict[str, Activations]:
         """Return the captures that the stores have undamaged, by name. They may be incomplete."""
         by_service: dict[Service, list[str]] = {}
-        for outcome in answered:
+        for outcome in outcomes:
+            if isinstance(outcome, Failed):
+                continue
             by_service.setdefault(outcome.service, []).append(outcome.reply.request_id)
         found: dict[str, Activations] = {}
         for service, names in by_service.items():
