@@ -13,6 +13,7 @@ from inference_svc.logs import configure_service_logs
 from svc_common.early_end import end_at_sigterm, end_with_starter
 from svc_common.logs import get_logger, quiet_grpc
 from svc_common.memory import importing
+from svc_common.scratch_folder import PREFIX, own_folder, remove_abandoned_folders
 
 if TYPE_CHECKING:
     from inference_svc.settings import InferenceSettings
@@ -29,8 +30,10 @@ def main() -> None:
     from svc_common.settings import load_settings, log_unknown_variables
 
     settings = load_settings(InferenceSettings, _PROGRAM, sys.argv[1:])
+    remove_abandoned_folders()
     # Only this user can read the folder: it holds the control sockets of the rings.
-    with tempfile.TemporaryDirectory(prefix="residuum-", ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as folder:
+        own_folder(folder)
         configure_service_logs(folder, settings.log_level)
         log_unknown_variables(InferenceSettings)
         status = _serve(settings, folder)

@@ -18,6 +18,7 @@ from inference_svc.taps.errors import UnsupportedEngineError
 from inference_svc.taps.vllm.worker import SETTINGS_VARIABLE
 from inference_svc.vllm_serve import plugin
 from residuum.rpc.extras import install_server
+from svc_common.scratch_folder import PREFIX, own_folder, remove_abandoned_folders
 from svc_common.settings import from_environment
 
 if TYPE_CHECKING:
@@ -37,7 +38,9 @@ class ServedWorker:
 
     def load_model(self, **options: Any) -> None:
         """Load the model with taps. The ring's control socket is in a new folder, which the front end removes."""
-        folder = tempfile.mkdtemp(prefix="residuum-")
+        remove_abandoned_folders()
+        folder = tempfile.mkdtemp(prefix=PREFIX)
+        own_folder(folder)
         # Steps of several stages have no common order: see `score_board`. The API servers open the memory.
         has_probes = self._tap_settings.score_mib and self._num_stages == 1
         self._scores = ScoreMemory(self._tap_settings.score_mib << 20) if has_probes else None
