@@ -16,6 +16,7 @@ from typing import Any
 
 from residuum.client import Client
 from residuum.exceptions import OutageWarning
+from residuum.protocol.arguments import check_flag
 from residuum.protocol.caller import callers_place
 from residuum.rpc.extras import install_server
 
@@ -60,6 +61,8 @@ def serve(
         >>> with residuum.serve("HuggingFaceTB/SmolLM2-135M-Instruct") as client:
         ...     print(client.generate("The capital of France is", max_tokens=8).text)
     """
+    check_flag("temporary", temporary)
+    check_flag("progress", progress)
     server = installed_server()
     folder = Path(data) if data is not None else None
     flags = flags_of(settings)

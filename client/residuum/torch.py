@@ -39,7 +39,9 @@ from residuum.captures.row_stream import (
 )
 from residuum.client import Client
 from residuum.exceptions import InvalidRequest
+from residuum.protocol.arguments import check_flag
 from residuum.protocol.captures.many import check_choice, check_ids, check_some, warn_of_left_out, warn_of_no_rows
+from residuum.protocol.captures.stores import check_stores
 from residuum.protocol.captures.tenants import tenant_of
 from residuum.protocol.deadlines import Deadline
 from residuum.protocol.requests import RequestLike
@@ -185,6 +187,8 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
                 raise InvalidRequest(f"{name} must be a whole number, not {number!r}.", reason="INVALID_FIELD")
             if number < minimum:
                 raise InvalidRequest(f"{name} must be at least {minimum}, not {number}.", reason="INVALID_FIELD")
+        check_flag("aligned", aligned)
+        check_flag("drop_last", drop_last)
         if rank >= world_size:
             message = f"rank {rank} does not exist: with world_size={world_size}, ranks are 0 to {world_size - 1}."
             raise InvalidRequest(message, reason="INVALID_FIELD")
@@ -196,7 +200,7 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
             )
         if captures is not None:
             check_choice(captures, prefix, where)
-        stores = store if store is None or isinstance(store, str) else tuple(store)
+        stores = check_stores(store)
         self._connection: dict[str, Any] = {
             "endpoint": endpoint, "store": stores, "timeout": timeout, "tenant": tenant, "token": token, "tls": tls,
             "insecure": insecure,

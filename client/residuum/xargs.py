@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from google.protobuf import json_format
 
 from residuum.exceptions import InvalidRequest
+from residuum.protocol.arguments import check_flag
 from residuum.protocol.requests import plan_spec
 from residuum.values.captures.capture import Capture
 from residuum.values.probes.probe import Probe
@@ -80,6 +81,6 @@ def vllm_xargs(
     arguments: dict[str, str | list[str]] = {
         "residuum": json_format.MessageToJson(plan.spec, preserving_proto_field_name=True, indent=None)
     }
-    if plan.vectors and send_vectors:
+    if check_flag("send_vectors", send_vectors) and plan.vectors:
         arguments["residuum_vectors"] = [base64.b64encode(vector.message.values).decode() for vector in plan.vectors]
     return arguments

@@ -157,7 +157,7 @@ def test_a_lens_of_another_model_is_refused(engine: Engine) -> None:
         ("zero", {"tokens": [1 << 30]}, "not in the vocabulary"),
         ("zero", {"tokens": [1, 2]}, "shape"),
         ("zero", {"top_k": 100_000}, "at most as many"),
-        ("zero", {"top_k": -1}, "top_k=-1 must be from 0"),
+        ("zero", {"top_k": -1}, "top_k must be from 0"),
     ],
 )
 def test_bad_rows_are_refused(engine: Engine, rows: object, options: dict, told: str) -> None:

@@ -53,3 +53,11 @@ def test_no_text_shows_the_token():
     assert "secret-7" not in repr(make_plan("model", [], store=None, token="secret-7", python=None))
     assert "secret-7" not in repr(RayServices([], (), settings))
     assert "secret-7" not in repr(reading._Source(settings, None))
+
+
+def test_a_store_of_the_wrong_type_is_named():
+    told = r"store must be a text or a list of texts, not 5\."
+    with pytest.raises(TypeError, match=told):
+        residuum.ray.read_captures(NOWHERE, prefix="a", store=5)
+    with pytest.raises(TypeError, match=told):
+        make_plan("model", [], store=5, token="secret-7", python=None)

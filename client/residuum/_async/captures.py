@@ -13,6 +13,7 @@ from residuum import exceptions as exc
 from residuum._async import io
 from residuum._async.deleting import AsyncDeletionClient
 from residuum.exports.job import Export, ExportJob
+from residuum.protocol.arguments import check_flag
 from residuum.protocol.caller import warn_caller
 from residuum.protocol.captures.deleting import check_deletion
 from residuum.protocol.captures.listing import Listing, check_place, read_token
@@ -419,6 +420,7 @@ class AsyncCaptureClient(AsyncDeletionClient):
             ['req-1f…', 'req-09…']
         """
         request = list_request(prefix, states, where)
+        check_flag("allow_partial", allow_partial)
         begun: list[Listing] = []
         return io.resumable(lambda _: self._captures(request, allow_partial=allow_partial, begun=begun), None)
 
@@ -539,6 +541,7 @@ class AsyncCaptureClient(AsyncDeletionClient):
         Warns:
             SilentStoreWarning: With `allow_partial`: a store did not answer and was left out.
         """
+        check_flag("allow_partial", allow_partial)
         found = []
         for store in await self._refreshed_stores():
             request = store_pb2.GetStatsRequest()

@@ -14,6 +14,7 @@ from residuum import exceptions as exc
 from residuum._sync import io
 from residuum._sync.deleting import DeletionClient
 from residuum.exports.job import Export, ExportJob
+from residuum.protocol.arguments import check_flag
 from residuum.protocol.caller import warn_caller
 from residuum.protocol.captures.deleting import check_deletion
 from residuum.protocol.captures.listing import Listing, check_place, read_token
@@ -415,6 +416,7 @@ class CaptureClient(DeletionClient):
             ['req-1f…', 'req-09…']
         """
         request = list_request(prefix, states, where)
+        check_flag("allow_partial", allow_partial)
         begun: list[Listing] = []
         return io.resumable(lambda _: self._captures(request, allow_partial=allow_partial, begun=begun), None)
 
@@ -535,6 +537,7 @@ class CaptureClient(DeletionClient):
         Warns:
             SilentStoreWarning: With `allow_partial`: a store did not answer and was left out.
         """
+        check_flag("allow_partial", allow_partial)
         found = []
         for store in self._refreshed_stores():
             request = store_pb2.GetStatsRequest()

@@ -12,9 +12,10 @@ import grpc
 
 from residuum import exceptions as exc
 from residuum._sync import io
+from residuum.protocol.arguments import check_flag
 from residuum.protocol.captures.many import ManyReading, not_found
 from residuum.protocol.captures.reading import Reading, ReadPlan
-from residuum.protocol.captures.stores import READ_STORE_ALONE, Search, StoreDirectory
+from residuum.protocol.captures.stores import READ_STORE_ALONE, Search, StoreDirectory, check_stores
 from residuum.protocol.captures.tenants import check_tenant, for_tenant
 from residuum.protocol.deadlines import Deadline, call_seconds, get_request
 from residuum.protocol.endpoints import check_endpoint
@@ -53,7 +54,7 @@ class StoreClient:
         tenant: str | None = None,
         shared_memory: bool = True,
     ) -> None:
-        store = store if isinstance(store, str) or store is None else list(store)
+        store = check_stores(store)
         # A function, so that no repr of the client shows the token.
         self.settings: Callable[[], dict[str, Any]] = lambda: {
             "store": store, "timeout": timeout, "token": token, "tls": tls, "insecure": insecure, "tenant": tenant,
@@ -70,7 +71,7 @@ class StoreClient:
         if self.endpoint:
             check_channel(self.credentials, self.endpoint)
         self._channels: Channels[grpc.Channel] = Channels(opener(io.open_channel, self.credentials))
-        self._memories = SharedMemories(wanted=shared_memory)
+        self._memories = SharedMemories(wanted=check_flag("shared_memory", shared_memory))
 
     def info(self, *, check_store: bool = False) -> ModelInfo:
         """Return the served model and the server's limits.
@@ -89,7 +90,7 @@ class StoreClient:
         return self._info(check_store=check_store)
 
     def _info(self, *, check_store: bool = False, within: Deadline | None = None) -> ModelInfo:
-        request = inference_pb2.GetModelInfoRequest(check_store=check_store)
+        request = inference_pb2.GetModelInfoRequest(check_store=check_flag("check_store", check_store))
         answer = self._call(self.endpoint, self._inference.GetModelInfo, request, within=within)
         return ModelInfo.from_proto(answer)
 

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from residuum.exceptions import InvalidRequest, OpenCapture
+from residuum.protocol.arguments import check_flag
 from residuum.protocol.captures.reading import Piece, Reading, ReadPlan, chosen_layers, not_complete, plan_read
 from residuum.v1 import selection_pb2
 from residuum.values.captures.activations import Activations
@@ -74,6 +75,9 @@ class RowChoice:
     sequences: tuple[int, ...] | None
     positions: PositionsLike
     allow_partial: bool
+
+    def __post_init__(self) -> None:
+        check_flag("allow_partial", self.allow_partial)
 
     def plan(self, capture_id: str, sequence: int | None = None) -> ReadPlan:
         """Return the plan to read the chosen rows of a capture, or of one of its sequences."""

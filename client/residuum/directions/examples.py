@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from residuum.exceptions import BadVector, InvalidRequest, UnknownLayer
+from residuum.protocol.arguments import check_flag
 from residuum.protocol.captures.reading import not_complete
 from residuum.values.captures.activations import Activations
 from residuum.values.captures.manifest import Manifest
@@ -76,7 +77,7 @@ class ExampleReader:
         self._asked_for_layers = self._layers is not None
         self._positions = Positions.of(positions)
         self._words = positions if isinstance(positions, str) else str(self._positions) if self._chooses else "all"
-        self._allow_partial = allow_partial
+        self._allow_partial = check_flag("allow_partial", allow_partial)
         self._width: tuple[str, int] | None = None
         self._facts: _Facts | None = None
 

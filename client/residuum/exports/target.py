@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from residuum.protocol.arguments import check_flag
+
 FOLDER_MARK = "zarr.json"
 """The file that marks a folder as an export, which another export may replace."""
 
@@ -36,7 +38,9 @@ def check_free(path: Path, *, overwrite: bool) -> None:
     Raises:
         FileExistsError: The path exists and may not be replaced.
         FileNotFoundError: The path's folder does not exist.
+        TypeError: `overwrite` is not a bool.
     """
+    check_flag("overwrite", overwrite)
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{path} cannot be written: the folder {path.parent} does not exist. Create it first.")
     if not os.path.lexists(path):

@@ -25,6 +25,7 @@ from residuum.extraction.running.prompt_sender import PromptSender
 from residuum.extraction.running.runner import Runner, clean_up
 from residuum.extraction.running.services import Services
 from residuum.extraction.spec import JobSpec, OnError
+from residuum.protocol.arguments import check_flag, check_list, check_texts
 from residuum.protocol.caller import note_caller, warn_caller
 from residuum.protocol.deadlines import call_seconds
 from residuum.protocol.requests import stored_rows
@@ -77,6 +78,8 @@ class Job:
         if self.max_concurrency is not None:
             check_concurrency(self.max_concurrency)
         call_seconds(self.timeout)
+        check_flag("keep_captures", self.keep_captures)
+        check_flag("progress", self.progress)
         if self.on_error not in {"stop", "skip"}:
             raise InvalidRequest(f"on_error={self.on_error!r} does not exist. Choose 'stop' or 'skip'.")
         spec = self.spec
@@ -141,7 +144,7 @@ def job_of(
             "the endpoint of an inference service.",
             reason="INVALID_FIELD",
         )
-    names = list(dict.fromkeys([client.endpoint, *endpoints]))
+    names = list(dict.fromkeys([client.endpoint, *check_list("endpoints", endpoints, "endpoints")]))
     fixed = {"keep": names_of(spec["keep"]), "steer": operation_list(spec["steer"])}  # both may be iterators
     job = Job(source, folder, JobSpec(**{**spec, **fixed}), **options)
     return job, lambda: [AsyncClient(name, **client.settings()) for name in names]
@@ -304,5 +307,5 @@ def _facts(services: Services) -> dict[str, Any]:
 
 def names_of(columns: str | Iterable[str]) -> tuple[str, ...]:
     """Return column names, given as a list or as one text with commas."""
-    found = columns.split(",") if isinstance(columns, str) else list(columns)
+    found = columns.split(",") if isinstance(columns, str) else check_texts("keep", columns)
     return tuple(name.strip() for name in found if name.strip())

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from google.protobuf import json_format
 
 from residuum.exceptions import InvalidRequest
+from residuum.protocol.arguments import check_flag, check_text
 from residuum.protocol.sampling import sampling_parameters
 from residuum.values.captures.capture import Capture
 from residuum.values.model.info import ModelInfo
@@ -63,6 +64,11 @@ class JobSpec:
         """
         if not isinstance(self.capture, Capture):
             raise TypeError(f"capture= takes a residuum.Capture, not {self.capture!r}.")
+        check_text("column", self.column)
+        if self.model is not None:
+            check_text("model", self.model)
+        check_flag("chat", self.chat)
+        check_flag("pack", self.pack)
         sampling_parameters(dict(self.sampling))
         for name in ("logprobs", "prompt_logprobs"):
             if self.sampling.get(name) is not None:

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping
 from numbers import Real
 
 from residuum.exceptions import InvalidRequest
-from residuum.protocol.requests import short, whole_characters
+from residuum.protocol.arguments import check_flag, check_integer, check_text, check_texts, short
+from residuum.protocol.requests import whole_characters
 from residuum.v1 import store_pb2
 from residuum.values.captures.capture import check_mapping, label_list
 from residuum.values.captures.manifest_names import STATES
@@ -93,19 +94,13 @@ def list_request(
 
     Raises:
         InvalidRequest: A state does not exist, the page size is out of range, or `where` cannot be parsed.
-        TypeError: `prefix` or `where` is not a text.
+        TypeError: An argument has the wrong type.
     """
-    if not 0 < page_size <= MAX_PAGE_SIZE:
-        raise InvalidRequest(
-            f"page_size must be from 1 to {MAX_PAGE_SIZE}, not {page_size}.",
-            reason="INVALID_FIELD",
-            metadata={"field": "page_size"},
-        )
-    for name, text in (("prefix", prefix), ("where", where)):
-        if not isinstance(text, str):
-            raise TypeError(f"{name} must be a text, not {short(text)}.")
+    check_integer("page_size", page_size, 1, MAX_PAGE_SIZE)
+    check_text("prefix", prefix)
+    check_text("where", where)
     numbers = {name: number for number, name in STATES.items()}
-    names = [states] if isinstance(states, str) else list(states)
+    names = check_texts("states", states)
     for name in names:
         if name not in numbers:
             raise InvalidRequest(
@@ -138,7 +133,7 @@ def get_request(capture_id: str, wait: float, *, archived: bool = False) -> stor
 
     The store waits up to `wait` seconds for the capture to end, and with `archived` until it is in the archive, too.
     """
-    request = store_pb2.GetCaptureRequest(capture_id=capture_id, wait_for_archive=archived)
+    request = store_pb2.GetCaptureRequest(capture_id=capture_id, wait_for_archive=check_flag("archived", archived))
     if wait:
         request.wait.FromTimedelta(datetime.timedelta(seconds=wait))
     return request

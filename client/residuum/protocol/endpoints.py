@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from residuum.exceptions import InvalidRequest
+from residuum.protocol.arguments import check_text
 from residuum.wire.endpoints import ARCHIVE_SCHEMES, parse_endpoint
 
 
@@ -11,6 +12,7 @@ def check_endpoint(endpoint: str) -> str:
 
     Raises:
         InvalidRequest: It has another form.
+        TypeError: It is no text.
     """
     if not endpoint:
         raise InvalidRequest(
@@ -18,7 +20,7 @@ def check_endpoint(endpoint: str) -> str:
             "with store=.",
             reason="INVALID_FIELD",
         )
-    if endpoint.startswith(ARCHIVE_SCHEMES):
+    if check_text("endpoint", endpoint).startswith(ARCHIVE_SCHEMES):
         raise InvalidRequest(
             f"{endpoint!r} is the URL of an archive, but this needs a service. Give its endpoint as host:port, such as "
             "localhost:50051. Archives are read by residuum.Archive, ActivationDataset and residuum.ray, and by the "

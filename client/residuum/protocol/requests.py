@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol, Union
 import numpy as np
 
 from residuum.exceptions import EmptyPrompt, InvalidRequest, PromptTooLong, UnknownCapture
+from residuum.protocol.arguments import check_flag, check_text, short
 from residuum.protocol.sampling import sampling_parameters
 from residuum.v1 import capture_pb2, inference_pb2, steering_pb2
 from residuum.values.captures.capture import Capture
@@ -122,23 +123,27 @@ def plan_spec(
     Raises:
         InvalidRequest: The spec is invalid; the message says what to change.
         TypeError: `capture` is not a Capture, `steer` contains something other than operations, `probes` something
-            other than probes, or `rules` something other than rules.
+            other than probes, or `rules` something other than rules, or another argument has the wrong type.
     """
     if capture is not None and not isinstance(capture, Capture):
         raise TypeError(f"capture= takes a residuum.Capture, not {short(capture)}.")
     operations = operation_list(steer)
-    spec = inference_pb2.RequestSpec(request_id="" if request_id is None else check_id(request_id), model=model or "")
+    spec = inference_pb2.RequestSpec(
+        request_id="" if request_id is None else check_id(request_id),
+        model="" if model is None else check_text("model", model),
+    )
     spec.if_exists = check_if_exists(if_exists, has_both=bool(request_id) and capture is not None)
     if capture is not None:
         spec.capture.CopyFrom(capture.to_proto())
+    updatable = check_flag("updatable", updatable)
     if operations or updatable:
         spec.steering.CopyFrom(steering_spec(_without_rows(operations), updatable=updatable))
     asked, chosen = check_probes(probes, rules, score_prompt=score_prompt)
     if chosen:
-        spec.probes.score_prompt = score_prompt
+        spec.probes.score_prompt = bool(score_prompt)
         spec.probes.probes.extend(probe.to_proto() for probe in chosen)
         spec.probes.rules.extend(rule.to_proto() for rule in asked)
-    if without_operator_rules:
+    if check_flag("without_operator_rules", without_operator_rules):
         spec.probes.without_operator_rules = True
     projection = capture.projection_vectors if capture is not None else ()
     probed = (vector for probe in chosen for vector in probe.vectors)
@@ -158,9 +163,7 @@ def check_probes(
         TypeError: An argument contains something else, or `score_prompt` is not a bool.
     """
     asked, chosen = rule_list(rules, probe_list(probes))
-    if not isinstance(score_prompt, bool):
-        raise TypeError(f"score_prompt must be True or False, not {short(score_prompt)}.")
-    if score_prompt and not chosen:
+    if check_flag("score_prompt", score_prompt) and not chosen:
         raise InvalidRequest(
             "score_prompt=True needs probes=, which compute the scores. Give both.",
             reason="INVALID_FIELD",
@@ -178,7 +181,7 @@ def check_if_exists(choice: str, *, has_both: bool) -> capture_pb2.IfExists.Valu
     if choice == "fail":
         return capture_pb2.IF_EXISTS_UNSPECIFIED
     field = {"field": "if_exists"}
-    if choice not in IF_EXISTS:
+    if not isinstance(choice, str) or choice not in IF_EXISTS:
         raise InvalidRequest(
             f"if_exists={short(choice)} does not exist. Choose among {', '.join(IF_EXISTS)}.",
             reason="INVALID_FIELD",
@@ -406,12 +409,6 @@ def _set_prompt(request: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
             "A prompt must be a text, a list of token IDs, or a conversation as a list of "
             f'{{"role": ..., "content": ...}}, not {short(prompt)}. For several prompts, use generate_many().'
         )
-
-
-def short(value: object) -> str:
-    """Return a value for an error message. A long value is truncated."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."  # noqa: PLR2004 - enough to recognise the value
 
 
 def _check_size(request: inference_pb2.GenerateRequest) -> None:

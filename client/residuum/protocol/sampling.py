@@ -10,6 +10,7 @@ from typing import Any, TypedDict
 import numpy as np
 
 from residuum.exceptions import InvalidRequest
+from residuum.protocol.arguments import check_flag, check_integer, check_list
 from residuum.v1 import inference_pb2
 from residuum.wire.limits import (
     DEFAULT_MAX_TOKENS,
@@ -97,7 +98,7 @@ def sampling_parameters(sampling: Mapping[str, Any]) -> inference_pb2.SamplingPa
         )
     given = {name: value for name, value in sampling.items() if value is not None}
     for name, (low, high) in _INTEGERS.items():
-        _check_integer(name, given.get(name, low), low, high)
+        check_integer(name, given.get(name, low), low, high)
     for name, (least, most) in _NUMBERS.items():
         _check_number(name, given.get(name, most), least, most)
     for name in ("top_p", "repetition_penalty"):
@@ -105,6 +106,7 @@ def sampling_parameters(sampling: Mapping[str, Any]) -> inference_pb2.SamplingPa
             raise _invalid(name, f"{name} must be above 0.")
     if given.get("min_tokens", 0) > given.get("max_tokens", DEFAULT_MAX_TOKENS):
         raise _invalid("min_tokens", "min_tokens must not be above max_tokens.")
+    given["ignore_eos"] = check_flag("ignore_eos", given.get("ignore_eos", False))
     given["stop"] = _strings("stop", given.get("stop", ()), MAX_STOP_STRINGS)
     given["bad_words"] = _strings("bad_words", given.get("bad_words", ()), MAX_BAD_WORDS)
     given["stop_token_ids"] = _stop_token_ids(given.get("stop_token_ids", ()))
@@ -139,13 +141,6 @@ def _invalid(name: str, message: str) -> InvalidRequest:
     return InvalidRequest(message, reason="INVALID_FIELD", metadata={"field": name})
 
 
-def _check_integer(name: str, value: object, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"{name} must be a whole number, not {value!r}.")
-    if not low <= value <= high:
-        raise _invalid(name, f"{name} must be from {low} to {high}, not {value}.")
-
-
 def _check_number(name: str, value: object, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
         raise TypeError(f"{name} must be a number, not {value!r}.")
@@ -154,16 +149,16 @@ def _check_number(name: str, value: object, low: float, high: float) -> None:
 
 
 def _strings(name: str, value: str | Sequence[str], limit: int) -> list[str]:
-    strings = [value] if isinstance(value, str) else list(value)
+    strings = [value] if isinstance(value, str) else check_list(name, value, "texts")
     if len(strings) > limit or not all(isinstance(string, str) and string for string in strings):
         raise _invalid(name, f"{name} takes at most {limit} strings, none of them empty.")
     return strings
 
 
 def _stop_token_ids(value: Sequence[int]) -> list[int]:
-    token_ids = list(value)
+    token_ids = check_list("stop_token_ids", value, "token IDs")
     for token_id in token_ids:
-        _check_integer("stop_token_ids", token_id, 0, _UINT32)
+        check_integer("stop_token_ids", token_id, 0, _UINT32)
     if len(token_ids) > MAX_STOP_TOKENS:
         raise _invalid("stop_token_ids", f"stop_token_ids takes at most {MAX_STOP_TOKENS} IDs, not {len(token_ids)}.")
     return [int(token_id) for token_id in token_ids]
@@ -174,7 +169,7 @@ def _logit_bias(value: Mapping[int, float]) -> list[inference_pb2.LogitBias]:
         raise TypeError(f"logit_bias must be a mapping of token IDs to numbers, not {value!r}.")
     high = float(np.finfo(np.float32).max)
     for token_id, bias in value.items():
-        _check_integer("logit_bias", token_id, 0, _UINT32)
+        check_integer("logit_bias", token_id, 0, _UINT32)
         _check_number("logit_bias", bias, -high, high)
     if len(value) > MAX_LOGIT_BIASES:
         raise _invalid("logit_bias", f"logit_bias takes at most {MAX_LOGIT_BIASES} token IDs, not {len(value)}.")

@@ -21,6 +21,7 @@ from residuum.exceptions import InvalidRequest
 from residuum.exports.arrow import batches_of, row_batch, schema_of, token_texts
 from residuum.exports.parts import portable
 from residuum.protocol.captures.many import check_choice, check_filter, check_ids, check_some, warn_of_left_out
+from residuum.protocol.captures.stores import check_stores
 from residuum.protocol.captures.tenants import tenant_of
 from residuum.protocol.deadlines import Deadline
 from residuum.protocol.requests import RequestLike
@@ -112,7 +113,7 @@ def read_captures(
     names = None if captures is None else check_ids(captures)
     if names is not None:
         check_choice(names, prefix, where)
-    stores = store if store is None or isinstance(store, str) else tuple(store)
+    stores = check_stores(store)
     connection: dict[str, Any] = {
         "endpoint": endpoint, "store": stores, "timeout": timeout, "tenant": tenant, "token": token, "tls": tls,
         "insecure": insecure,

@@ -23,6 +23,7 @@ from residuum.extraction.running.runner import Runner, clean_up
 from residuum.extraction.running.services import Services
 from residuum.extraction.shards import Shard, ShardInfo
 from residuum.extraction.spec import JobSpec, OnError, OnLong
+from residuum.protocol.captures.stores import check_stores
 from residuum.protocol.deadlines import call_seconds
 from residuum.ray.extracted_rows import ShardTables
 from residuum.ray.places import Places, places_of
@@ -150,8 +151,7 @@ def extract(
             reason="INVALID_FIELD",
         )
     settings: dict[str, Any] = {
-        "store": store if store is None or isinstance(store, str) else tuple(store),
-        "tenant": tenant, "token": token, "tls": tls, "insecure": insecure,
+        "store": check_stores(store), "tenant": tenant, "token": token, "tls": tls, "insecure": insecure,
     }  # fmt: skip
     places = places_of(endpoints, settings, timeout)
     plan = _Plan(spec, places, on_error, max_concurrency, timeout, f"ray-{uuid.uuid4().hex[:12]}")

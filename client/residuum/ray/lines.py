@@ -20,7 +20,7 @@ from ray.data import Dataset
 from ray.data.datasource import FileBasedDatasource
 
 from residuum.extraction.inputs.prompts import BadRow
-from residuum.protocol.requests import short
+from residuum.protocol.arguments import short
 
 _BLOCK_LINES = 4096
 

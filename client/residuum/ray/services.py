@@ -16,6 +16,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError
 
 from residuum.client import Client
 from residuum.exceptions import BadCredentials, InvalidRequest, ResiduumError, Unavailable
+from residuum.protocol.arguments import check_texts
 from residuum.ray.service_actor import ServiceActor, ServicePlan
 from residuum.rpc.credentials import CredentialsError, TokenSource
 from residuum.serving import flags_of
@@ -146,9 +147,9 @@ def make_plan(
         source = TokenSource(token) if isinstance(token, str) else TokenSource(path=token)
     except CredentialsError as error:
         raise BadCredentials(str(error)) from None
-    stores = store if store is None or isinstance(store, str) else ",".join(store)
+    stores = "" if store is None else ",".join(check_texts("store", store))
     return ServicePlan(
-        model=_place_of(model), store=stores or "", token=source.get() or make_token(), python=python,
+        model=_place_of(model), store=stores, token=source.get() or make_token(), python=python,
         flags=tuple(flags),
     )  # fmt: skip
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from residuum.exceptions import InvalidRequest
+from residuum.protocol.arguments import check_flag
 from residuum.training.reader import Array, Points, ShuffledReader, Source, check_same_width, check_whole
 
 
@@ -78,6 +79,8 @@ class ActivationBatches(Iterator[Batch]):
             ("world_size", world_size, 1),
         ):  # fmt: skip
             check_whole(name, number, minimum)
+        for name, flag in (("shuffle", shuffle), ("drop_last", drop_last), ("same_width", same_width)):
+            check_flag(name, flag)
         check_dtype(dtype)
         if rank >= world_size:
             raise InvalidRequest(

@@ -24,9 +24,10 @@ from residuum.exceptions import (
     UnknownSite,
     Unreachable,
 )
+from residuum.protocol.arguments import check_whole_number, short
 from residuum.protocol.caller import callers_place
 from residuum.protocol.deadlines import Deadline
-from residuum.protocol.requests import IfExists, Prompt, check_if_exists, check_probes, short
+from residuum.protocol.requests import IfExists, Prompt, check_if_exists, check_probes
 from residuum.protocol.sampling import sampling_parameters
 from residuum.transport.connections import ReadRetries, is_away
 from residuum.values.captures.capture import Capture
@@ -71,8 +72,9 @@ def check_concurrency(max_concurrency: int) -> int:
 
     Raises:
         InvalidRequest: It is below 1.
+        TypeError: It is no whole number.
     """
-    if max_concurrency < 1:
+    if check_whole_number("max_concurrency", max_concurrency) < 1:
         raise InvalidRequest(f"max_concurrency must be at least 1, not {max_concurrency}.", reason="INVALID_FIELD")
     return max_concurrency
 
@@ -179,9 +181,12 @@ def _steering(steer: Any, count: int) -> list[list[Operation]]:
 def _request_ids(request_ids: Iterable[str] | None, count: int) -> list[str | None]:
     if request_ids is None:
         return [None] * count
-    if isinstance(request_ids, (str, bytes)):
+    if isinstance(request_ids, (str, bytes)) or not isinstance(request_ids, Iterable):
         raise TypeError(f"request_ids must be a list with an ID for each prompt, not {short(request_ids)}.")
     names = list(request_ids)
+    for name in names:
+        if name is not None and not isinstance(name, str):
+            raise TypeError(f"request_ids must be a list with an ID for each prompt, but has {short(name)}.")
     if len(names) != count:
         raise InvalidRequest(
             f"There are {count} prompts but {len(names)} request_ids. Give one for each prompt.",

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar, Union
 
 from residuum.exceptions import BadCredentials
+from residuum.protocol.arguments import check_flag, is_flag, short
 from residuum.rpc.credentials import TLS, Credentials, CredentialsError
 
 _Channel = TypeVar("_Channel")
@@ -28,8 +29,9 @@ def resolve_credentials(*, token: Token, tls: TLS | bool | None, insecure: bool 
 
     Raises:
         BadCredentials: The credentials cannot be used, or contradict each other.
+        TypeError: An argument has the wrong type.
     """
-    allowed = _switch("RESIDUUM_INSECURE") if insecure is None else insecure
+    allowed = _switch("RESIDUUM_INSECURE") if insecure is None else check_flag("insecure", insecure)
     try:
         credentials = Credentials(tls=_tls(tls), insecure=allowed, **_token(token))
         credentials.check_files()
@@ -79,6 +81,8 @@ def _token(token: Token) -> dict[str, str]:
         if token and file:
             raise CredentialsError("RESIDUUM_TOKEN and RESIDUUM_TOKEN_FILE are both set. Unset one of them.")
         return {"token": token, "token_file": file}
+    if isinstance(token, bytes) or not isinstance(token, (str, os.PathLike)):  # the error must not show the token
+        raise TypeError(f"token must be a text, or a Path of its file, not {type(token).__name__}.")
     return {"token": token} if isinstance(token, str) else {"token_file": os.fspath(token)}
 
 
@@ -86,6 +90,8 @@ def _tls(tls: TLS | bool | None) -> TLS | None:  # noqa: FBT001 - as the user wr
     if isinstance(tls, TLS):
         return tls
     if tls is not None:
+        if not is_flag(tls):
+            raise TypeError(f"tls must be True, False or residuum.TLS, such as TLS(ca='ca.pem'), not {short(tls)}.")
         return TLS() if tls else None
     environment = {
         field: os.environ.get(f"RESIDUUM_{name}") or None

@@ -6,6 +6,8 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 
+from residuum.protocol.arguments import check_flag
+
 Advance = Callable[[int], None]
 """Adds a number of finished items to the bar."""
 
@@ -19,8 +21,11 @@ def progress_bar(label: str, total: int | None, *, enabled: bool = True, of_byte
         total: The number of items; None if it is unknown.
         enabled: Whether to show the bar.
         of_bytes: Whether the items are bytes.
+
+    Raises:
+        TypeError: `enabled` is not a bool. The user's name for it is `progress`.
     """
-    if not enabled or not shows_bars():
+    if not check_flag("progress", enabled) or not shows_bars():
         yield _ignore
         return
     from rich.console import Console

@@ -103,7 +103,7 @@ async def test_many_rows_are_sent_in_several_calls(client, peer, monkeypatch):
             {"tokens": [1]},
             r"tokens= has the shape \(1,\); .* each row \(2,\)",
         ),
-        (np.zeros(HIDDEN), {"top_k": -1}, "top_k=-1"),
+        (np.zeros(HIDDEN), {"top_k": -1}, "top_k must be from 0"),
     ],
 )
 async def test_bad_rows_are_refused(client, peer, rows, options, told):

@@ -206,7 +206,7 @@ BAD = {
     ),
     "map": (lambda: plan_spec(None, None, None, None, probes={"one": ONE}), TypeError, "residuum.Probe, not a dict"),
     "prompt alone": (lambda: plan_spec(None, None, None, None, score_prompt=True), INVALID, "needs probes="),
-    "prompt": (lambda: plan_spec(None, None, None, None, probes=ONE, score_prompt=1), TypeError, "True or False"),
+    "prompt": (lambda: plan_spec(None, None, None, None, probes=ONE, score_prompt="no"), TypeError, "True or False"),
 }
 
 

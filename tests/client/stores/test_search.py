@@ -124,10 +124,10 @@ def test_the_text_of_a_hit_is_one_line():
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [
-        ({"k": 0}, residuum.InvalidRequest, "k must be 1 to 10000"),
-        ({"context": 65}, residuum.InvalidRequest, "context must be 0 to 64"),
+        ({"k": 0}, residuum.InvalidRequest, "k must be from 1 to 10000"),
+        ({"context": 65}, residuum.InvalidRequest, "context must be from 0 to 64"),
         ({"per_capture": 0}, residuum.InvalidRequest, "per_capture"),
-        ({"layer": -1}, residuum.InvalidRequest, "layer must be 0"),
+        ({"layer": -1}, residuum.InvalidRequest, "layer must be from 0"),
         ({"layer": "all"}, residuum.InvalidRequest, "layer= takes the number of one layer"),
         ({"layer": [1, 4]}, residuum.InvalidRequest, "layer= takes the number of one layer"),
         ({"site": ["resid_post"]}, residuum.InvalidRequest, "site= takes the name of one site"),

@@ -22,8 +22,8 @@ import numpy.typing as npt
 from residuum.exceptions import InvalidRequest, LeftOutWarning
 from residuum.extraction.inputs.prompts import BadRow, Item, Items, digest
 from residuum.extraction.inputs.tokenizer import Tokenizer
+from residuum.protocol.arguments import short
 from residuum.protocol.caller import warn_caller
-from residuum.protocol.requests import short
 
 _CACHED_TOKENS = 4 << 20
 """The most tokens of documents that are kept, so that a long document is not read again for each of its windows."""

@@ -17,7 +17,8 @@ import numpy as np
 
 from residuum.exceptions import InvalidRequest
 from residuum.extraction.inputs.tables import open_table
-from residuum.protocol.requests import Prompt, short
+from residuum.protocol.arguments import short
+from residuum.protocol.requests import Prompt
 
 Source = Union[str, "os.PathLike[str]", "Iterable[Prompt | Mapping[str, Any]]"]
 """A file, a dataset's folder, or a list of prompts or of rows with columns."""

@@ -19,7 +19,7 @@ from residuum.exceptions import InvalidRequest
 from residuum.extraction.folder import JOB, read_spec, shards_in
 from residuum.extraction.inputs.packing import documents_of
 from residuum.extraction.shards import map_all, read_prompts
-from residuum.protocol.requests import short
+from residuum.protocol.arguments import check_flag, short
 from residuum.transport.progress import size
 
 Array = npt.NDArray[Any]
@@ -312,8 +312,9 @@ class Extracted:
 
         Raises:
             InvalidRequest: It is not complete.
+            TypeError: `allow_partial` is not a bool.
         """
-        if not self.is_complete and not allow_partial:
+        if not check_flag("allow_partial", allow_partial) and not self.is_complete:
             raise InvalidRequest(
                 f"The job in {self.folder} is not complete. Run it again to finish it, or give allow_partial=True.",
                 reason="INVALID_FIELD",

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from residuum import exceptions as exc
+from residuum.protocol.arguments import check_list
 from residuum.protocol.caller import warn_caller
 from residuum.protocol.captures.reading import Reading, ReadPlan, SharedPayloads
 from residuum.protocol.failures import from_item_error
@@ -50,8 +51,9 @@ def check_ids(requests: Iterable[RequestLike]) -> list[str]:
     Raises:
         UnknownCapture: One is a reply to a request that captured nothing.
         InvalidRequest: One is not an ID.
+        TypeError: This is no list, or one is neither a text nor an object with an ID.
     """
-    return list(dict.fromkeys(map(check_capture_id, requests)))
+    return list(dict.fromkeys(map(check_capture_id, check_list("captures", requests, "requests, replies or IDs"))))
 
 
 def most_streams(capture_ids: list[str]) -> int:

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from residuum import exceptions as exc
+from residuum.protocol.arguments import check_flag
 from residuum.protocol.caller import warn_caller
 from residuum.protocol.captures.rows import Allocate, RowGrid, Wanted, partial_block, whole_block
 from residuum.protocol.requests import RequestLike, check_capture_id
@@ -83,8 +84,12 @@ def plan_read(
 
     Raises:
         InvalidRequest: An argument is invalid; the message says what to change.
+        TypeError: An argument has the wrong type.
     """
-    request = store_pb2.ReadChunksRequest(capture_id=check_capture_id(request_id), follow=follow)
+    waits = check_flag("wait", follow)
+    if waits and not isinstance(follow, (bool, np.bool_)):
+        raise TypeError(f"wait must be True or False, not {follow}. For at most so many seconds, use timeout=.")
+    request = store_pb2.ReadChunksRequest(capture_id=check_capture_id(request_id), follow=waits)
     if layers is not None:
         request.layers.extend(layer_selection(layers).list.layers)  # empty for "all"
     if sites is not None and sites != "all":
@@ -100,7 +105,7 @@ def plan_read(
     chosen = Positions.of(positions)
     if chosen != Positions():
         request.positions.CopyFrom(chosen.to_proto())
-    return ReadPlan(request, allow_partial)
+    return ReadPlan(request, check_flag("allow_partial", allow_partial))
 
 
 class SharedPayloads(Payloads, Protocol):

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from residuum import exceptions as exc
+from residuum.protocol.arguments import check_integer, short
 from residuum.protocol.captures.many import check_choice, check_ids
 from residuum.protocol.deadlines import list_request
 from residuum.protocol.requests import RequestLike
@@ -58,11 +59,11 @@ def search_request(
     site = rows_site(vector, site)
     _check_choice("measure", measure, MEASURES)
     _check_choice("order", order, ORDERS)
-    _check_number("k", k, 1, MAX_SEARCH_HITS)
-    _check_number("context", context, 0, MAX_SEARCH_CONTEXT)
-    _check_number("layer", layer, 0, (1 << 32) - 1)
+    check_integer("k", k, 1, MAX_SEARCH_HITS)
+    check_integer("context", context, 0, MAX_SEARCH_CONTEXT)
+    check_integer("layer", layer, 0, (1 << 32) - 1)
     if per_capture is not None:
-        _check_number("per_capture", per_capture, 1, (1 << 32) - 1)
+        check_integer("per_capture", per_capture, 1, (1 << 32) - 1)
     direction = _vector_at(vector, layer)
     if not direction.norm:
         raise exc.BadVector("The vector is zero, so it has no direction to search for.", reason="BAD_VECTOR")
@@ -83,7 +84,7 @@ def search_request(
     if captures is not None:
         check_choice(captures, prefix or ("-" if states else None), where)
         request.capture_ids.extend(check_ids(captures))
-        _check_number("the number of captures", len(request.capture_ids), 1, MAX_CAPTURES_PER_READ)
+        check_integer("the number of captures", len(request.capture_ids), 1, MAX_CAPTURES_PER_READ)
     selected = Positions.of(positions)
     if selected != Positions():
         request.positions.CopyFrom(selected.to_proto())
@@ -101,18 +102,11 @@ def _vector_at(vector: Vector | Mapping[int, Vector] | npt.ArrayLike, layer: int
 
 
 def _check_choice(name: str, given: str, choices: Iterable[str]) -> None:
-    if given not in choices:
+    if not isinstance(given, str) or given not in choices:
         raise exc.InvalidRequest(
-            f"{name} must be one of {', '.join(choices)}, not {given!r}.",
+            f"{name} must be one of {', '.join(choices)}, not {short(given)}.",
             reason="INVALID_FIELD",
             metadata={"field": name},
-        )
-
-
-def _check_number(name: str, given: int, low: int, high: int) -> None:
-    if not low <= given <= high:
-        raise exc.InvalidRequest(
-            f"{name} must be {low} to {high}, not {given}.", reason="INVALID_FIELD", metadata={"field": name}
         )
 
 

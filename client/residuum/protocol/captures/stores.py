@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from residuum import exceptions as exc
+from residuum.protocol.arguments import check_texts
 from residuum.protocol.caller import warn_caller
 from residuum.protocol.endpoints import check_endpoint
 from residuum.v1 import inference_pb2
@@ -15,6 +16,15 @@ from residuum.wire.placement import StoreAddress, first_rank, parse_stores, rank
 
 READ_STORE_ALONE = "To read captures from the store alone, name it: Client(..., store='host:port')."
 """Advice if an inference service does not answer."""
+
+
+def check_stores(store: str | Iterable[str] | None) -> str | tuple[str, ...] | None:
+    """Return an argument `store=` after checking its type. A list becomes a tuple, because it may be an iterator.
+
+    Raises:
+        TypeError: It is neither a text nor a list of texts.
+    """
+    return store if store is None or isinstance(store, str) else tuple(check_texts("store", store))
 
 
 def named_stores(stores: str | Iterable[str] | None) -> tuple[StoreAddress, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import TypeVar
 
 from residuum.exceptions import InvalidRequest
+from residuum.protocol.arguments import check_text
 from residuum.v1 import store_pb2
 from residuum.values.replies.capture_summaries import CaptureSummary
 from residuum.wire.tokens import is_valid_tenant
@@ -29,8 +30,9 @@ def check_tenant(tenant: str | None) -> str | None:
 
     Raises:
         InvalidRequest: The name is invalid.
+        TypeError: It is no text.
     """
-    if tenant is not None and not is_valid_tenant(tenant):
+    if tenant is not None and not is_valid_tenant(check_text("tenant", tenant)):
         raise InvalidRequest(
             f"{tenant!r} is not a valid tenant name. Use 1 to 128 of a-z A-Z 0-9 . _ - and do not start with . or -",
             reason="INVALID_FIELD",

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from residuum.exceptions import InvalidRequest, NoTokenTexts
+from residuum.protocol.arguments import check_integer
 from residuum.protocol.generation.grid_picture import Cell, grid_picture
 from residuum.v1 import inference_pb2
 from residuum.values.captures.activations import Activations
@@ -140,15 +141,14 @@ class UnembedPlan:
             via: The map that the server applies first; None: none.
 
         Raises:
-            InvalidRequest: The rows are a number or empty, `top_k` is negative or too large, the shapes differ, or the
-                map is for rows of another width.
-            TypeError: `via` is no map.
+            InvalidRequest: The rows or tokens are no numbers, the rows are one number or empty, `top_k` is negative or
+                too large, the shapes differ, or the map is for rows of another width.
+            TypeError: `top_k` is no whole number, or `via` is no map.
         """
-        array = np.asarray(without_torch(rows), dtype=np.float32)
+        array = _array("rows", rows, np.float32)
         if array.ndim == 0 or not array.size:
             raise _invalid("rows= takes an array [..., hidden_size] that is not empty.")
-        if not 0 <= top_k < MAX_UNEMBEDDED:
-            raise _invalid(f"top_k={top_k} must be from 0 to {MAX_UNEMBEDDED - 1}.")
+        top_k = check_integer("top_k", top_k, 0, MAX_UNEMBEDDED - 1)
         if via is not None:
             if not isinstance(via, LensMap):
                 raise TypeError(f"via= takes a residuum.LensMap, such as lens[12], not {type(via).__name__}.")
@@ -159,7 +159,7 @@ class UnembedPlan:
         self._top_k = top_k
         self._tokens = np.full(len(self._rows), -1, np.int64)
         if tokens is not None:
-            given = np.asarray(without_torch(tokens), dtype=np.int64)
+            given = _array("tokens", tokens, np.int64)
             if given.shape != self._shape:
                 raise _invalid(
                     f"tokens= has the shape {given.shape}; it must have one token for each row {self._shape}."
@@ -293,6 +293,13 @@ def _joined(
     answers: Sequence[inference_pb2.UnembedResponse], field: Callable[..., Sequence[float]], dtype: type[_Number]
 ) -> npt.NDArray[_Number]:
     return np.concatenate([np.array(field(answer), dtype) for answer in answers])
+
+
+def _array(name: str, given: npt.ArrayLike, dtype: type[_Number]) -> npt.NDArray[_Number]:
+    try:
+        return np.asarray(without_torch(given), dtype=dtype)
+    except (TypeError, ValueError) as error:
+        raise _invalid(f"{name}= is not an array of numbers: {error}.") from None
 
 
 def _invalid(problem: str) -> InvalidRequest:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from residuum import exceptions as exc
+from residuum.protocol.arguments import check_list
 from residuum.protocol.failures import from_item_error
 from residuum.protocol.requests import distinct, vectors_of
 from residuum.v1 import inference_pb2
@@ -109,11 +110,11 @@ def vector_list(vectors: Vector | Iterable[Vector] | Mapping[int, Vector]) -> li
     """Return a user's vectors as a list. For a mapping, such as Directions, these are its values.
 
     Raises:
-        TypeError: An item is not a Vector.
+        TypeError: It is no list, or an item is not a Vector.
     """
     if isinstance(vectors, Mapping):
         vectors = vectors.values()
-    items = [vectors] if isinstance(vectors, Vector) else list(vectors)
+    items = [vectors] if isinstance(vectors, Vector) else check_list("vectors", vectors, "residuum.Vector")
     for item in items:
         if not isinstance(item, Vector):
             raise TypeError(
