@@ -385,14 +385,15 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
         """Look up and check all captures. Return the value of a label of each that has one."""
         values: dict[str, float] = {}
         found: list[CaptureSummary] = []
+        timeout = self._connection["timeout"]
         if captures is None:
             with self._open() as client:
-                found = client._selected(prefix, where, Deadline(self._connection["timeout"]))  # noqa: SLF001 - retries
+                found = client._selected(prefix, where, Deadline(timeout))  # noqa: SLF001 - with retries
             self._connection["tenant"] = tenant_of(found, self._connection["tenant"])
         with self._open() as client:
             for summary in found:
                 if summary.state == "open":
-                    client.manifest(summary.capture_id, wait=self._connection["timeout"] or True)
+                    client.manifest(summary.capture_id, wait=True if timeout is None else timeout)
             names = [summary.capture_id for summary in found] if captures is None else check_ids(captures)
             leaves_out = captures is None and not self._choice.allow_partial
             left_out: list[Manifest] = []

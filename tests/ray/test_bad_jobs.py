@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
 import pytest
 import ray
 
@@ -61,3 +64,17 @@ def test_a_store_of_the_wrong_type_is_named():
         residuum.ray.read_captures(NOWHERE, prefix="a", store=5)
     with pytest.raises(TypeError, match=told):
         make_plan("model", [], store=5, token="secret-7", python=None)
+
+
+@pytest.mark.parametrize(("timeout", "wait"), [(0, 0), (5, 5), (None, True)])
+def test_open_captures_are_waited_for_until_the_timeout(monkeypatch, timeout, wait):
+    """With 0, a reading waited without a limit."""
+    client = MagicMock()
+    client.__enter__.return_value = client
+    client._selected.return_value = [SimpleNamespace(capture_id="a", state="open", tenant="")]
+    monkeypatch.setattr(reading._Source, "open", lambda _: client)
+    monkeypatch.setattr(reading, "look_up", lambda *_: [])
+    source = reading._Source({"timeout": timeout, "tenant": None}, None)
+    with pytest.raises(residuum.InvalidRequest, match="no capture"):
+        reading._look_up(source, None, "a", "", SimpleNamespace(allow_partial=False))
+    client.manifest.assert_called_once_with("a", wait=wait)

@@ -168,7 +168,7 @@ def _look_up(source: _Source, names: list[str] | None, prefix: str, where: str, 
     with source.open() as client:
         for summary in summaries:
             if summary.state == "open":
-                client.manifest(summary.capture_id, wait=timeout or True)
+                client.manifest(summary.capture_id, wait=True if timeout is None else timeout)
         for manifest in look_up(client, check_some(names, prefix, where)):
             if leaves_out and manifest.state != "complete":
                 left_out.append(manifest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import uuid
 from functools import partial
 from types import SimpleNamespace
@@ -105,6 +106,26 @@ async def test_the_list_of_rows_waits_for_the_store(make, endpoint, flaky, outag
     found = await client.rows(prefix=name, layer=1, timeout=60)
     assert found.captures == (name,)
     assert outage.lists == outage.failures + 1
+
+
+def test_a_dataset_without_time_does_not_wait_for_an_open_capture(endpoint, peer):
+    pytest.importorskip("torch")
+    from residuum.torch import ActivationDataset
+
+    peer.script.delay_seal = threading.Event()
+    ends = threading.Timer(20, peer.script.delay_seal.set)  # a dataset that waits would then have the capture
+    ends.start()
+    name = f"open-{uuid.uuid4().hex}"
+    with residuum.Client(endpoint) as client:
+        client.generate("a bb", capture=LAYER, request_id=name, max_tokens=2)
+    try:
+        # The store may answer at once, or too late for a timeout of 0.
+        with pytest.raises((residuum.CaptureNotComplete, residuum.DeadlineExceeded, residuum.Unreachable)):
+            ActivationDataset(endpoint, prefix=name, timeout=0, allow_partial=True)
+        assert ends.is_alive()
+    finally:
+        ends.cancel()
+        peer.script.delay_seal.set()
 
 
 async def test_the_list_of_rows_gives_up_after_the_timeout(make, endpoint, flaky, outage, clock):
