@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from bench.figures.words import filled, over_stock, workload_words
+from bench.figures.words import filled, over_stock, with_range, workload_words
 from bench.output import machine_name, markdown_table, percent, seconds, short_revision, times, vllm_version
 from bench.store.scale import place
 from bench.suite.plan import ALL_LAYERS, BASELINE, EAGER, ZERO_LAYER
@@ -73,7 +73,7 @@ def end_to_end(result: Mapping[str, Any], _: str) -> str:
         (
             f"all layers of every token, runner {mode['model_runner'].upper()}",
             over_stock(mode),
-            times(mode["completed_seconds"]["median"] / stock[mode["runner"]]["generation_seconds"]["median"]),
+            _completed(mode, stock[mode["runner"]]),
         )
         for mode in result["modes"]
         if mode["mode"] == "all-layers" and mode["runner"] in stock
@@ -83,7 +83,15 @@ def end_to_end(result: Mapping[str, Any], _: str) -> str:
     head = (
         f"the same requests with vLLM {vllm_version(result)}, {through}, `bench.end_to_end` at {short_revision(result)}"
     )
-    return markdown_table((head, "generation", "until all is COMPLETE, stock's generation = 1"), rows) if rows else ""
+    columns = (head, "generation (rounds)", "until all is COMPLETE, stock's generation = 1 (rounds)")
+    return markdown_table(columns, rows) if rows else ""
+
+
+def _completed(mode: Mapping[str, Any], stock: Mapping[str, Any]) -> str:
+    """Return the time until all captures are COMPLETE over stock's generation, with the range of its rounds."""
+    seconds = mode["completed_seconds"]
+    ratio = seconds["median"] / stock["generation_seconds"]["median"]
+    return with_range(times, ratio, seconds["ratio_by_round"])
 
 
 def encodings(result: Mapping[str, Any], _: str) -> str:
@@ -92,13 +100,12 @@ def encodings(result: Mapping[str, Any], _: str) -> str:
     if not {"overhead", "end-to-end"} <= parts.keys():
         return ""
     overhead, whole = ({mode["mode"]: mode for mode in parts[name]["modes"]} for name in ("overhead", "end-to-end"))
-    generation = whole["stock"]["generation_seconds"]["median"]
     rows = [
         (
             words,
             f"{overhead[name]['bytes_per_iteration'] / 1e9:.2f} GB",
             over_stock(overhead[name]),
-            times(whole[name]["completed_seconds"]["median"] / generation),
+            _completed(whole[name], whole["stock"]),
         )
         for name, words in (("all-layers", "`raw`"), ("all-layers+encoded", "`rp8`, 512 dimensions"))
     ]

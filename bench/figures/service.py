@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from bench.figures.words import filled, model_words
+from bench.figures.words import filled, model_words, with_range
 from bench.output import markdown_table, percent, short_revision
 from bench.service.report import token_ratios
+from bench.service.ways import WAYS
 
 _SERVED = {
     "vllm serve, taps": "`vllm serve` with taps, without capture",
@@ -23,17 +24,26 @@ def service(result: Mapping[str, Any], _: str) -> str:
     rows = [
         (
             f"{level['streams']} at a time, runner {part['model_runner'].upper()}",
-            f"{level['difference']['tokens_per_second_ratio']:.3f}",
-            f"{level['difference']['added_first_token_ms']:+.1f} ms",
-            f"{level['difference']['added_token_ms']:+.3f} ms",
+            with_range("{:.3f}".format, more["tokens_per_second_ratio"], (ours / theirs for theirs, ours in rates)),
+            with_range("{:+.1f} ms".format, more["added_first_token_ms"], (ours - theirs for theirs, ours in firsts)),
+            f"{more['added_token_ms']:+.3f} ms",
         )
         for part in result["parts"].values()
         for level in part["levels"]
+        if (more := level["difference"])
+        and (rates := _pairs(level, "tokens_per_second"))
+        and (firsts := _pairs(level, "first_token_ms"))
     ]
     parameters = _parameters(result)
     compared = f"`Generate` compared with AsyncLLM called directly, {model_words(parameters)}"
     head = f"{compared}, `bench.service` at {short_revision(result)}"
-    return markdown_table((head, "tokens/s, AsyncLLM = 1", "to the first token", "each further token"), rows)
+    columns = (head, "tokens/s, AsyncLLM = 1 (rounds)", "to the first token (rounds)", "each further token")
+    return markdown_table(columns, rows)
+
+
+def _pairs(level: Mapping[str, Any], figure: str) -> list[tuple[float, float]]:
+    """Return a figure of each round, of AsyncLLM and of the service."""
+    return [(theirs[figure], ours[figure]) for theirs, ours in zip(*(level[way] for way in WAYS), strict=True)]
 
 
 def verdicts(result: Mapping[str, Any], link: str) -> str:

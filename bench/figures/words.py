@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from bench.output import percent
@@ -18,15 +18,21 @@ def filled(text: str) -> str:
 
 
 def over_stock(mode: Mapping[str, Any]) -> str:
-    """Return how much longer a mode generates than stock vLLM."""
-    return percent(mode["generation_seconds"]["ratio_to_stock"])
+    """Return how much longer a mode generates than stock vLLM, with the range of its rounds if there are several."""
+    seconds = mode["generation_seconds"]
+    return with_range(percent, seconds["ratio_to_stock"], seconds["ratio_by_round"])
+
+
+def with_range(words: Callable[[float], str], value: float, rounds: Iterable[float]) -> str:
+    """Return a figure, and in brackets the least and the greatest of its rounds if there are several."""
+    least, *others = sorted(rounds)
+    return f"{words(value)} ({words(least)} to {words(others[-1])})" if others else words(value)
 
 
 def by_round(mode: Mapping[str, Any]) -> str:
     """Return the median of a mode's rounds, each over stock in the same round, and their range if there are several."""
     ratios = mode["generation_seconds"]["ratio_by_round"]
-    median = percent(statistics.median(ratios))
-    return f"{median} ({percent(min(ratios))} to {percent(max(ratios))})" if len(ratios) > 1 else median
+    return with_range(percent, statistics.median(ratios), ratios)
 
 
 def workload_words(workload: Mapping[str, Any]) -> str:

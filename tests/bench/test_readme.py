@@ -187,10 +187,11 @@ CONTEXT = {
 
 
 def mode(name, over_stock, completed, num_bytes=0):
+    by_round = [over_stock + 0.01, over_stock - 0.02, over_stock]
     return {
         "mode": name, "runner": "v1", "model_runner": "v1", "bytes_per_iteration": num_bytes,
-        "generation_seconds": {"median": 2.0 * over_stock, "ratio_to_stock": over_stock},
-        "completed_seconds": {"median": completed},
+        "generation_seconds": {"median": 2.0 * over_stock, "ratio_to_stock": over_stock, "ratio_by_round": by_round},
+        "completed_seconds": {"median": completed, "ratio_by_round": [completed / 2.0]},
     }  # fmt: skip
 
 
@@ -198,7 +199,7 @@ def test_times_until_complete_are_over_stocks_generation():
     modes = [mode("stock", 1.0, 2.0), mode("all-layers", 1.1, 3.0)]
     text = end_to_end({**CONTEXT, "workload": {"shippers": 2, "stores": 3}, "modes": modes}, "")
     assert "through 2 shippers into 3 stores" in text
-    assert "runner V1 | +10.0 % | 1.50 × |" in text
+    assert "runner V1 | +10.0 % (+8.0 % to +11.0 %) | 1.50 × |" in text
 
 
 def test_encodings_are_compared_with_raw():
@@ -206,8 +207,8 @@ def test_encodings_are_compared_with_raw():
     whole = [mode("stock", 1.0, 2.0), mode("all-layers", 1.1, 3.0), mode("all-layers+encoded", 1.1, 2.2)]
     parts = {"overhead": {"modes": ring}, "end-to-end": {"modes": whole}}
     text = encodings({**CONTEXT, "parts": parts}, "")
-    assert "| `raw` | 3.00 GB | +4.0 % | 1.50 × |" in text
-    assert "| `rp8`, 512 dimensions | 0.40 GB | +3.0 % | 1.10 × |" in text
+    assert "| `raw` | 3.00 GB | +4.0 % (+2.0 % to +5.0 %) | 1.50 × |" in text
+    assert "| `rp8`, 512 dimensions | 0.40 GB | +3.0 % (+1.0 % to +4.0 %) | 1.10 × |" in text
     assert encodings({**CONTEXT, "parts": {"overhead": parts["overhead"]}}, "") == ""
 
 
@@ -267,14 +268,15 @@ def test_documents_are_reported_beside_the_engine_alone_and_other_ways():
 
 def test_the_services_overhead_is_reported_for_each_number_of_streams():
     difference = {"tokens_per_second_ratio": 0.958, "added_first_token_ms": 21.9, "added_token_ms": 0.004}
+    engine = [{"tokens_per_second": 100.0, "first_token_ms": 40.0}] * 2
+    ours = [{"tokens_per_second": 96.0, "first_token_ms": 70.0}, {"tokens_per_second": 90.0, "first_token_ms": 60.0}]
     part = {
         "parameters": {"model": "SmolLM2", "engine_args": {}},
         "model_runner": "v1",
-        "levels": [{"streams": 32, "difference": difference}],
+        "levels": [{"streams": 32, "difference": difference, "AsyncLLM": engine, "residuum": ours}],
     }
-    assert "| 32 at a time, runner V1 | 0.958 | +21.9 ms | +0.004 ms |" in service(
-        {**CONTEXT, "parts": {"v1": part}}, ""
-    )
+    row = "| 32 at a time, runner V1 | 0.958 (0.900 to 0.960) | +21.9 ms (+20.0 ms to +30.0 ms) | +0.004 ms |"
+    assert row in service({**CONTEXT, "parts": {"v1": part}}, "")
 
 
 def test_each_way_with_a_server_is_reported_over_stock_vllm_serve_with_the_spread_of_its_rounds():
