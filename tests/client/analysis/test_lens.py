@@ -104,6 +104,8 @@ async def test_many_rows_are_sent_in_several_calls(client, peer, monkeypatch):
             r"tokens= has the shape \(1,\); .* each row \(2,\)",
         ),
         (np.zeros(HIDDEN), {"top_k": -1}, "top_k must be from 0"),
+        (np.zeros(HIDDEN), {"tokens": 1.5}, "tokens= takes whole numbers"),
+        (np.zeros(HIDDEN), {"tokens": np.nan}, "tokens= takes whole numbers"),
     ],
 )
 async def test_bad_rows_are_refused(client, peer, rows, options, told):

@@ -159,6 +159,9 @@ class UnembedPlan:
         self._top_k = top_k
         self._tokens = np.full(len(self._rows), -1, np.int64)
         if tokens is not None:
+            numbers = _array("tokens", tokens, np.float64)
+            if not np.array_equal(numbers, np.trunc(numbers)):  # NaN does not equal itself
+                raise _invalid("tokens= takes whole numbers.")
             given = _array("tokens", tokens, np.int64)
             if given.shape != self._shape:
                 raise _invalid(
